@@ -5,12 +5,12 @@ python -m experiments.agree --pfllib=CHECKOUT --fl_bench=CHECKOUT
                             --methods=fedrep,ditto --out=FILE.json
 python -m experiments.agree --rounds=50 --seeds=3 ...
 
-Examples, initial parameters, full batches, rates and numbers of steps are the same, so nothing is
-random and only the method can differ. Parameters are compared after one and three rounds. With
---rounds, accuracies on test examples are compared after that many rounds; each library samples its
-own batches and evaluates in its own way. The libraries run from checkouts, each in its own process
-with its own Python. The verdict on a method is the same, or different with the reason. The file is
-written after each method; methods that it contains are not run again. See docs/agreement.md.
+Examples, initial parameters, full batches, rates and numbers of steps are the same. Nothing is
+random, so only the method can differ. Parameters are compared after one and three rounds, and the
+verdict is the same, or different with the reason. With --rounds, test accuracies are compared after
+that many rounds; each library samples its own batches and evaluates in its own way. The libraries
+run from checkouts, each in its own process with its own Python. The file is written after each
+method, and methods in it are not run again. See docs/agreement.md.
 """
 
 import json
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import flags
 
-from experiments.libraries import judged, ours, rivals, scored
+from experiments.libraries import ours, rivals, scored
 from experiments.libraries.methods import METHODS, Theirs
 from experiments.libraries.rivals import Child, Gone
 from fedjax_pfl.cli.command import run_script
@@ -32,6 +32,55 @@ from fedjax_pfl.report import text_tables
 from fedjax_pfl.settings import configuration
 
 LIBRARIES = ("pfllib", "fl_bench")
+SAME = 1e-4  # relative distances below are rounding: float32 sums in another order
+
+
+class Gap(NamedTuple):
+    """‖ours − theirs‖ relative to how far theirs moved since the start; None if they did not."""
+
+    server: float | None
+    clients: float | None
+
+    @property
+    def worst(self) -> float:
+        """Returns the larger of both."""
+        return max((value for value in self if value is not None), default=float("inf"))
+
+
+def gap(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], t: int) -> Gap:
+    """Returns the gap after t rounds over the parameters that both libraries have.
+
+    Args:
+      ours: Parameters of this library by ROUND/OWNER/NAME.
+      theirs: Parameters of the other library, likewise.
+      t: Number of rounds.
+    """
+
+    def part(is_server: bool) -> float | None:
+        distance = movement = 0.0
+        for name, value in theirs.items():
+            round_, owner, leaf = name.split("/")
+            if round_ == str(t) and (owner == "server") == is_server and name in ours:
+                distance += float(np.sum(np.square(np.float64(ours[name]) - value)))
+                change = np.float64(value) - theirs[f"0/{owner}/{leaf}"]
+                movement += float(np.sum(np.square(change)))
+        return float(np.sqrt(distance / movement)) if movement else None
+
+    return Gap(part(True), part(False))
+
+
+def verdict(first: Gap, last: Gap, theirs: Theirs) -> dict[str, Any]:
+    """Returns the verdict on a method, as the results file holds it.
+
+    Args:
+      first: Gap after one round.
+      last: Gap after all rounds.
+      theirs: The method in the other library.
+    """
+    entry = {"after 1": first._asdict(), "after all": last._asdict()}
+    if max(first.worst, last.worst) < SAME:
+        return {**entry, "verdict": "same"}
+    return {**entry, "verdict": "differs", "why": theirs.why}
 
 
 class Side(NamedTuple):
@@ -51,24 +100,20 @@ class Run(NamedTuple):
     options: Mapping[str, Any]  # rounds, rate and, for accuracies, batch and seed
 
 
-def of_theirs(side: Side, runs: Sequence[Run]) -> Iterator[dict[str, np.ndarray]]:
+def rival_results(side: Side, runs: Sequence[Run]) -> Iterator[dict[str, np.ndarray]]:
     """Yields a library's results of the runs, from one process; raises Gone if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         specs: list[dict[str, Any]] = []
         for k, (name, work, options) in enumerate(runs):
             theirs: Theirs = getattr(METHODS[name], side.library)
-            places = {key: str(Path(folder, f"{key}{k}.npz")) for key in ("work", "out")}
-            np.savez(places["work"], **work)  # type: ignore[arg-type]
-            request = {
-                "algorithm": name,
-                "epochs": theirs.epochs,
-                "settings": dict(theirs.settings),
-            }
-            specs.append({**request, **places, **options})
+            paths = {key: str(Path(folder, f"{key}{k}.npz")) for key in ("work", "out")}
+            np.savez(paths["work"], **work)  # type: ignore[arg-type]
+            settings = {"epochs": theirs.epochs, "settings": dict(theirs.settings)}
+            specs.append({"algorithm": name, **settings, **paths, **options})
         script = str(rivals.ADAPTERS / f"agree_{side.library}.py")
         child = Child([*side.start, script], {"checkout": side.checkout, "runs": specs}, side.limit)
         try:
-            child.ready()
+            child.wait_until_ready()
             for spec in specs:
                 child.go()
                 with np.load(spec["out"], allow_pickle=False) as stored:
@@ -77,20 +122,20 @@ def of_theirs(side: Side, runs: Sequence[Run]) -> Iterator[dict[str, np.ndarray]
             child.close()
 
 
-def compared(side: Side, name: str) -> Any:
+def compare_parameters(side: Side, name: str) -> Any:
     """Returns the verdict on a method of a library, by parameters."""
     work = ours.work(METHODS[name].norm, METHODS[name].examples)
     run = Run(name, work, {"rounds": ours.ROUNDS, "rate": ours.RATE})
     try:
-        (theirs,) = of_theirs(side, [run])
+        (theirs,) = rival_results(side, [run])
     except Gone as reason:
         return {"verdict": "not run", "why": str(reason)}
     parameters = ours.rounds(name, work)
-    first, last = (judged.gap(parameters, theirs, t) for t in (1, ours.ROUNDS))
-    return judged.verdict(first, last, getattr(METHODS[name], side.library))
+    first, last = (gap(parameters, theirs, t) for t in (1, ours.ROUNDS))
+    return verdict(first, last, getattr(METHODS[name], side.library))
 
 
-def scored_there(
+def rival_accuracies(
     side: Side, names: Sequence[str], seeds: int, rounds: int
 ) -> Iterator[tuple[str, scored.Accuracies]]:
     """Yields a library's accuracies by method; prints a line for a method that cannot be run."""
@@ -103,7 +148,7 @@ def scored_there(
             for seed in range(seeds)
         ]
         try:
-            results = of_theirs(side, runs)
+            results = rival_results(side, runs)
             while remaining:
                 shares = [next(results) for _ in range(seeds)]
                 means = {s: [float(np.mean(share[s])) for share in shares] for s in scored.STAGES}
@@ -115,7 +160,15 @@ def scored_there(
 def accuracies(
     sides: Sequence[Side], methods: Sequence[str], seeds: int, rounds: int, out: str | None
 ) -> scored.Results:
-    """Returns accuracies of this library and others; continues the file if it exists."""
+    """Returns accuracies of this library and others.
+
+    Args:
+      sides: The other libraries.
+      methods: Names of the methods.
+      seeds: Number of seeds.
+      rounds: Number of rounds.
+      out: File to write after each method. If it exists, methods in it are not run again.
+    """
     commits = {side.library: rivals.commit(side.checkout) for side in sides}
     results: scored.Results = {"rounds": rounds, "seeds": seeds, "commits": commits}
     if out is not None and Path(out).is_file():
@@ -130,7 +183,7 @@ def accuracies(
         missing = [
             n for n in methods if getattr(METHODS[n], side.library) and n not in rival_scores
         ]
-        for name, means in scored_there(side, missing, seeds, rounds):
+        for name, means in rival_accuracies(side, missing, seeds, rounds):
             if name not in our_scores:
                 our_scores[name] = scored.rounds(name, METHODS[name].norm, range(seeds), rounds)
             rival_scores[name] = means
@@ -138,6 +191,11 @@ def accuracies(
             if out is not None:
                 _write(out, results)
     return results
+
+
+def _print(result: text_tables.Table, sentences: Sequence[str]) -> None:
+    paragraphs = map(text_tables.fill_paragraph, sentences)
+    print("\n\n".join([text_tables.text([result]), *paragraphs]))
 
 
 def _write(out: str, results: Any) -> None:
@@ -160,12 +218,12 @@ def _cells(verdict: Mapping[str, Any] | None) -> list[str]:
         return ["", ""]
     if "after 1" not in verdict:
         return [verdict["verdict"], ""]
-    gaps = [judged.Gap(**verdict[key]).worst for key in ("after 1", "after all")]
+    gaps = [Gap(**verdict[key]).worst for key in ("after 1", "after all")]
     return [verdict["verdict"], ", ".join(f"{gap:.0e}" for gap in gaps)]
 
 
 def reasons(verdicts: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Returns the reason for methods difference."""
+    """Returns a sentence for each method that differs or was not run."""
     return [
         f"{name} in {rivals.NAMES[key]}: {verdict['why']}"
         for key, methods in verdicts.items()
@@ -176,56 +234,48 @@ def reasons(verdicts: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def main(argv: Sequence[str]) -> None:
     """Runs the command line."""
-    given = flags.FLAGS
+    flag_values = flags.FLAGS
     if len(argv) > 1:
         raise UsageError(f"{argv[1]!r} is no flag")
-    for name in given.methods:
+    for name in flag_values.methods:
         if name not in METHODS:
             raise UsageError(f"--methods has {name!r}{configuration.suggestion(name, METHODS)}")
-    paths = {key: str(given[key].value) for key in LIBRARIES if given[key].value}
+    paths = {key: str(flag_values[key].value) for key in LIBRARIES if flag_values[key].value}
     if not paths:
         raise UsageError("name a checkout: --pfllib=PATH or --fl_bench=PATH")
     sides = [
         Side(
-            key,
-            [rivals.python(f"{key}_python", given[f"{key}_python"].value)],
-            rivals.checked(key, path),
-            given.limit,
+            library=key,
+            start=[rivals.python(f"{key}_python", flag_values[f"{key}_python"].value)],
+            checkout=rivals.checkout(key, path),
+            limit=flag_values.limit,
         )
         for key, path in paths.items()
     ]
-    methods = given.methods or list(METHODS)
-    if given.rounds:
-        results = accuracies(sides, methods, given.seeds, given.rounds, given.out)
-        why = map(text_tables.fill_paragraph, scored.reasons(results))
-        print("\n\n".join([text_tables.text([scored.table(results)]), *why]))
+    methods = flag_values.methods or list(METHODS)
+    if flag_values.rounds:
+        results = accuracies(sides, methods, flag_values.seeds, flag_values.rounds, flag_values.out)
+        _print(scored.table(results), scored.reasons(results))
         return
     verdicts: dict[str, dict[str, Any]] = {side.library: {} for side in sides}
     for side in sides:
         for name in methods:
             if getattr(METHODS[name], side.library) is not None:
-                verdicts[side.library][name] = verdict = compared(side, name)
+                verdicts[side.library][name] = verdict = compare_parameters(side, name)
                 print(f"{side.library} {name}: {verdict['verdict']}", file=sys.stderr, flush=True)
-    print(
-        "\n\n".join(
-            [
-                text_tables.text([table(verdicts)]),
-                *map(text_tables.fill_paragraph, reasons(verdicts)),
-            ]
-        )
-    )
-    if given.out is not None:
+    _print(table(verdicts), reasons(verdicts))
+    if flag_values.out is not None:
         commits = {side.library: rivals.commit(side.checkout) for side in sides}
-        _write(given.out, {"commits": commits, "methods": verdicts})
+        _write(flag_values.out, {"commits": commits, "methods": verdicts})
 
 
 if __name__ == "__main__":
     for _key in LIBRARIES:
         flags.DEFINE_string(_key, None, f"A checkout of {rivals.RIVALS[_key].repository}.")
         flags.DEFINE_string(f"{_key}_python", None, "The Python that runs it. Default: this one.")
-    flags.DEFINE_list("methods", [], "Some of them. Default: all.")
-    flags.DEFINE_integer("rounds", 0, "Compare accuracies after so many.", lower_bound=0)
-    flags.DEFINE_integer("seeds", 3, "Of accuracies.", lower_bound=1)
-    flags.DEFINE_string("out", None, "JSON file.")
-    flags.DEFINE_float("limit", 300.0, "Seconds that an answer may take.")
+    flags.DEFINE_list("methods", [], "Methods to compare. Default: all.")
+    flags.DEFINE_integer("rounds", 0, "Compare accuracies after this many rounds.", lower_bound=0)
+    flags.DEFINE_integer("seeds", 3, "Seeds of the accuracies.", lower_bound=1)
+    flags.DEFINE_string("out", None, "JSON file of the results.")
+    flags.DEFINE_float("limit", 300.0, "Most seconds that an answer may take.")
     run_script(main, __doc__)

@@ -1,12 +1,11 @@
-"""Times the library and its rivals in turn, and reports ratios, client steps and compile times.
+"""Times the library and its rivals in turns, and reports ratios, client steps and compile times.
 
-python -m experiments.benchmark --list              the items of work
-python -m experiments.benchmark --work=lenet-10     one of them, beside a plain PyTorch loop
+python -m experiments.benchmark --list              lists the workloads
+python -m experiments.benchmark --work=lenet-10     one workload, compared with a PyTorch loop
 python -m experiments.benchmark --out=FILE.json --picture=FILE.png
                                 --fl_bench=CHECKOUT --fl_bench_python=PYTHON
-
 python -m experiments.benchmark --device=gpu --out=FILE.json --seconds=540
-                                    everything that needs a GPU, most important first
+                                    all that needs a GPU, most important first
 
 The PyTorch loop needs the extra `[bench]`. Other rivals run from checkouts, each in its own process
 and, if it needs other packages, with its own Python. Library and rival take turns (A B A B ...).
@@ -37,11 +36,12 @@ from fedjax_pfl.report import text_tables
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation.devices import cores, prepare_devices
 
-COMPILE = "compile"  # the item that only compiles
+COMPILE = "compile"  # the workload that only compiles
 LAYOUTS = {f"layouts-{network}": network for network in layouts.SIZES}  # without rivals
 FEW = "lenet-10"
 STEP_COMPARED_WITH_FEW = ("lenet-100", "lenet-1000", "seeds-8")
 PROFILES = {f"profile-{name}": name for name in ("lenet-100", "mlp", "resnet9")}
+_RIVALS = {"torch": rivals.TORCH, **rivals.RIVALS}
 _ITEMS = (*work.WORKS, *LAYOUTS, *PROFILES, COMPILE)
 
 
@@ -49,13 +49,11 @@ def listing() -> str:
     """Returns a list of all workloads and the rivals that can run each."""
     lines = []
     for name, item in work.WORKS.items():
-        names = [
-            rival.name for rival in (rivals.TORCH, *rivals.RIVALS.values()) if name in rival.items
-        ]
-        rivals_line = f"\n{'':15} rivals_line {', '.join(names)}" if names else ""
-        lines.append(f"{name:15} {item.about}{rivals_line}")
+        lines.append(f"{name:15} {item.about}")
+        if names := [rival.name for rival in _RIVALS.values() if name in rival.items]:
+            lines.append(f"{'':15} rivals: {', '.join(names)}")
     for name, network in LAYOUTS.items():
-        lines.append(f"{name:15} {network} with every lowering, chunk and precision of ours")
+        lines.append(f"{name:15} {network} with every lowering, chunk and precision")
     for name, profiled in PROFILES.items():
         lines.append(f"{name:15} device time of {profiled} by kernel")
     lines.append(f"{COMPILE:15} the default configurations of {', '.join(work.DEFAULTS)}, compiled")
@@ -79,13 +77,17 @@ def measured(
     limit: float,
     few: work.Work | None = None,
 ) -> dict[str, Any]:
-    """One item by us and by all rival can do it.
+    """Returns the measurements of a workload, as the JSON file holds them.
 
     Args:
-      few: the same work with few clients: how much longer a step takes with many is asked too.
-      commands: by rival, how it is started and where its checkout is.
+      name: Name of the workload.
+      item: The workload.
+      commands: The command of each rival's adapter, and the folder of its checkout.
+      repeats: Number of turns.
+      limit: Most seconds for an answer of a rival.
+      few: The same work with few clients, to compare the time of a step with.
     """
-    busy, cores_before = round(os.getloadavg()[0], 1), [work.others()]
+    load_before, cores_before = round(os.getloadavg()[0], 1), work.busy_cores()
     ours = work.ours(item)
     ours.run()
     reference = work.ours(few) if few else None
@@ -99,7 +101,7 @@ def measured(
             spec = {**item.spec(ours.parameters), "checkout": path}
             children[rival] = Child(start, spec, limit)
             try:
-                rival_facts[rival] = children[rival].ready()
+                rival_facts[rival] = children[rival].wait_until_ready()
             except Gone as error:
                 missing[rival] = str(error)
         timers = {rival: child.go for rival, child in children.items() if rival not in missing}
@@ -117,8 +119,8 @@ def measured(
         "about": item.about,
         "date": datetime.date.today().isoformat(),
         "repeats": repeats,
-        "load_average": [busy, round(os.getloadavg()[0], 1)],
-        "cores_of_others": [*cores_before, work.others()],
+        "load_average": [load_before, round(os.getloadavg()[0], 1)],
+        "cores_of_others": [cores_before, work.busy_cores()],
         "algorithm": item.algorithm,
         "clients": item.clients,
         "cohort": item.cohort,
@@ -131,8 +133,7 @@ def measured(
         "compile_seconds": round(ours.compile_seconds, 2),
         "peak_gflops": [round(turn.peak / 1e9, 1) for turn in timed],
         "who": {
-            rival: {**rival_facts.get(rival, {}), **step_ratio}
-            for rival, step_ratio in entries.items()
+            library: {**rival_facts.get(library, {}), **entry} for library, entry in entries.items()
         },
         "missing": {**missing, **failures},
         **({"step_beside_few": [round(ratio, 3) for ratio in step_ratio]} if step_ratio else {}),
@@ -179,30 +180,28 @@ def read_earlier(path: str | None) -> dict[str, Any]:
         raise UsageError("--add adds to what is in --out=FILE.json; name the file")
     try:
         results = json.loads(Path(path).read_text())
-        stored_machine, kept_parts = (
-            results["machine"],
-            {key: results[key] for key in ("items", "compile_seconds")},
-        )
-        provenances = {name: dict(part) for name, part in _provenance_by_item(results).items()}
+        stored_machine = results["machine"]
+        items, compile_seconds = results["items"], results["compile_seconds"]
+        provenances = _provenance_by_item(results)
+        items = {name: {**item, **provenances[name]} for name, item in items.items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(f"--add: {path} is no measurement of this command") from None
     if stored_machine != machine():
         raise UsageError(f"--add: {path} was measured on another machine; give another --out")
-    items = {name: {**item, **provenances[name]} for name, item in kept_parts["items"].items()}
-    compiled = {**results.get("compile", {}), **provenances.get(COMPILE, {})}
-    other_parts = {key: results.get(key, {}) for key in ("layouts", "profiles")}
-    return {**kept_parts, "items": items, "compile": compiled, **other_parts}
+    return {
+        "items": items,
+        "compile_seconds": compile_seconds,
+        "compile": {**results.get("compile", {}), **provenances.get(COMPILE, {})},
+        **{key: results.get(key, {}) for key in ("layouts", "profiles")},
+    }
 
 
 def _provenance_by_item(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns note, versions and commit of each workload and of compiling."""
-    defaults = {
-        "note": "",
-        "versions": {},
-        "commit": "unknown",
-    }  # older files have them for the results file
+    defaults = {"note": "", "versions": {}, "commit": "unknown"}
+    # Older files have them once for all workloads.
     defaults = {key: results.get(key, value) for key, value in defaults.items()}
     entries = dict(results["items"])
     if results["compile_seconds"]:
@@ -219,27 +218,19 @@ def _provenance_by_item(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]
 
 def main(argv: Sequence[str]) -> None:
     """Runs the command line."""
-    given = flags.FLAGS
+    flag_values = flags.FLAGS
     if len(argv) > 1:
         raise UsageError(f"{argv[1]!r} is no flag; see --help")
-    if given.list:
+    if flag_values.list:
         print(listing())
         return
-    if given.device == "gpu":
-        device_list.run_all(given.out, given.seconds)
+    if flag_values.device == "gpu":
+        device_list.run_all(flag_values.out, flag_values.seconds)
         return
-    names, commits = select_workloads(given.work), {}
-    commands: dict[str, tuple[Sequence[str], str | None]] = {}
-    if given.torch:
-        commands["torch"] = ([sys.executable, str(rivals.ADAPTERS / rivals.TORCH.script)], None)
-    for key, rival in rivals.RIVALS.items():
-        if (path := given[key].value) is not None:
-            checkout = rivals.checked(key, path)
-            runs = rivals.python(f"{key}_python", given[f"{key}_python"].value)
-            commands[key] = ([runs, str(rivals.ADAPTERS / rival.script)], checkout)
-            commits[key] = {"repository": rival.repository, "commit": rivals.commit(checkout)}
+    names = select_workloads(flag_values.work)
+    commands, checkouts = _rival_commands(flag_values)
     for flag in ("out", "picture"):
-        path = given[flag].value
+        path = flag_values[flag].value
         if path and not Path(path).absolute().parent.is_dir():
             raise UsageError(f"--{flag}={path} is in no folder that exists")
     # A rival needs room on the same accelerator.
@@ -247,76 +238,85 @@ def main(argv: Sequence[str]) -> None:
     prepare_devices()
     # Cached programs would make compile times meaningless.
     jax.config.update("jax_enable_compilation_cache", False)
-    earlier = read_earlier(given.out) if given.add else {}
-    items, compiled = dict(earlier.get("items", {})), dict(earlier.get("compile_seconds", {}))
-    compiled_with, measured_with = earlier.get("compile", {}), provenance(given.note)
-    layout_results, profiles = dict(earlier.get("layouts", {})), dict(earlier.get("profiles", {}))
-    about = {
+    results: dict[str, Any] = {
         "machine": machine(),
         "flops": "by formula: products of convolutions and fully connected layers",
+        **{key: {} for key in ("items", "compile_seconds", "compile", "layouts", "profiles")},
+        **(read_earlier(flag_values.out) if flag_values.add else {}),
     }
+    measured_with = provenance(flag_values.note)
 
-    def write() -> dict[str, Any]:
+    def write() -> None:
         """Writes the results so far, so that an interrupted measurement keeps them."""
-        ordered = {name: items[name] for name in _ITEMS if name in items}
-        parts = {"items": ordered, "compile_seconds": compiled, "compile": compiled_with}
-        parts |= {
-            key: part for key, part in (("layouts", layout_results), ("profiles", profiles)) if part
-        }
-        if given.out:
-            Path(given.out).write_text(json.dumps({**about, **parts}, indent=1) + "\n")
-        return {**about, **parts}
+        items = results["items"]
+        results["items"] = {name: items[name] for name in _ITEMS if name in items}
+        optional = ("layouts", "profiles")
+        parts = {key: part for key, part in results.items() if part or key not in optional}
+        if flag_values.out:
+            Path(flag_values.out).write_text(json.dumps(parts, indent=1) + "\n")
 
-    results = write()
+    write()
     for name in names:
         print(f"{name} ...", file=sys.stderr)
         if name == COMPILE:
-            cores_before = [work.others()]
-            compiled = {key: round(work.compile_seconds(key), 1) for key in work.DEFAULTS}
-            compiled_with = {**measured_with, "cores_of_others": [*cores_before, work.others()]}
+            cores_before = work.busy_cores()
+            seconds = {key: round(work.compile_seconds(key), 1) for key in work.DEFAULTS}
+            cores_used = [cores_before, work.busy_cores()]
+            results["compile_seconds"] = seconds
+            results["compile"] = {**measured_with, "cores_of_others": cores_used}
         elif name in LAYOUTS:
-            cores_before, network = [work.others()], LAYOUTS[name]
+            network = LAYOUTS[name]
 
-            def save(result: dict[str, Any], network: str = network) -> None:
-                layout_results[network] = {**result, **measured_with}
+            def save(
+                result: dict[str, Any], network: str = network, **cores_used: list[float | None]
+            ) -> None:
+                results["layouts"][network] = {**result, **measured_with, **cores_used}
                 write()
 
-            outcome = layouts.measured(network, layouts.SIZES[network], given.repeats, save)
-            layout_results[network] = {
-                **outcome,
-                **measured_with,
-                "cores_of_others": [*cores_before, work.others()],
-            }
+            cores_before = work.busy_cores()
+            outcome = layouts.measured(network, layouts.SIZES[network], flag_values.repeats, save)
+            save(outcome, cores_of_others=[cores_before, work.busy_cores()])
         elif name in PROFILES:
-            profiles[PROFILES[name]] = {
-                **kernels.profile(work.WORKS[PROFILES[name]]),
-                **measured_with,
-            }
+            profile = kernels.profile(work.WORKS[PROFILES[name]])
+            results["profiles"][PROFILES[name]] = {**profile, **measured_with}
         else:
-            all_rivals = {"torch": rivals.TORCH, **rivals.RIVALS}
-            runnable = {
-                key: command for key, command in commands.items() if name in all_rivals[key].items
-            }
-            items[name] = measured(
+            item = measured(
                 name,
                 work.WORKS[name],
-                runnable,
-                repeats=given.repeats,
-                limit=given.limit,
+                {key: command for key, command in commands.items() if name in _RIVALS[key].items},
+                repeats=flag_values.repeats,
+                limit=flag_values.limit,
                 few=work.WORKS[FEW] if name in STEP_COMPARED_WITH_FEW else None,
             )
-            items[name] |= measured_with
-            for key, checkout_facts in commits.items():
-                if key in items[name]["who"]:
-                    items[name]["who"][key]["checkout"] = checkout_facts
-        results = write()
+            for key in checkouts.keys() & item["who"].keys():
+                item["who"][key]["checkout"] = checkouts[key]
+            results["items"][name] = item | measured_with
+        write()
     print(report(results))
-    if given.picture and (points := turns.curve(items)):
-        lenet_items = {name: item for name, item in items.items() if name.startswith("lenet-")}
+    if flag_values.picture and (points := turns.curve(results["items"])):
+        lenet_items = {k: item for k, item in results["items"].items() if k.startswith("lenet-")}
         caption = conditions(
             {**results, "items": lenet_items, "compile_seconds": {}, "layouts": {}}
         )
-        picture.draw(points, rivals.NAMES, caption).savefig(given.picture, dpi=110)
+        picture.draw(points, rivals.NAMES, caption).savefig(flag_values.picture, dpi=110)
+
+
+def _rival_commands(
+    flag_values: Any,
+) -> tuple[dict[str, tuple[Sequence[str], str | None]], dict[str, dict[str, str]]]:
+    """Returns (command of the adapter, checkout) of each rival, and facts about its checkout."""
+    commands: dict[str, tuple[Sequence[str], str | None]] = {}
+    checkouts = {}
+    if flag_values.torch:
+        commands["torch"] = ([sys.executable, str(rivals.ADAPTERS / rivals.TORCH.script)], None)
+    for key, rival in rivals.RIVALS.items():
+        if (path := flag_values[key].value) is not None:
+            checkout = rivals.checkout(key, path)
+            python = rivals.python(f"{key}_python", flag_values[f"{key}_python"].value)
+            commands[key] = ([python, str(rivals.ADAPTERS / rival.script)], checkout)
+            commit = rivals.commit(checkout)
+            checkouts[key] = {"repository": rival.repository, "commit": commit}
+    return commands, checkouts
 
 
 def conditions(results: Mapping[str, Any]) -> str:
@@ -377,18 +377,20 @@ def report(results: Mapping[str, Any]) -> str:
 
 if __name__ == "__main__":
     # Here, because other commands have flags of these names.
-    flags.DEFINE_list("work", [], "Items of work. Default: all, which takes long.")
-    flags.DEFINE_bool("list", False, "Show the items and end.")
-    flags.DEFINE_integer("repeats", 9, "How often we and each rival take turns.", lower_bound=3)
-    flags.DEFINE_float("limit", 600.0, "Seconds that an answer of a rival may take.", 1.0)
-    flags.DEFINE_enum("device", None, ["gpu"], "Measure the whole list for this kind of device.")
-    flags.DEFINE_float("seconds", 540.0, "With --device: when to stop starting items.", 1.0)
+    flags.DEFINE_list("work", [], "Workloads. Default: all, which takes long.")
+    flags.DEFINE_bool("list", False, "List the workloads.")
+    flags.DEFINE_integer(
+        "repeats", 9, "Number of turns of the library and each rival.", lower_bound=3
+    )
+    flags.DEFINE_float("limit", 600.0, "Most seconds for an answer of a rival.", 1.0)
+    flags.DEFINE_enum("device", None, ["gpu"], "Measure all that needs this device.")
+    flags.DEFINE_float("seconds", 540.0, "With --device: time in total.", 1.0)
     flags.DEFINE_bool("torch", True, "Run the PyTorch loop.")
     flags.DEFINE_string("out", None, "Write the measurements to this JSON file.")
-    flags.DEFINE_bool("add", False, "Keep the other items that --out has.")
+    flags.DEFINE_bool("add", False, "Keep the other workloads in --out.")
     flags.DEFINE_string("picture", None, "Draw time per client step to this PNG.")
-    flags.DEFINE_string("note", "", "What else is to be known, such as other work on the machine.")
+    flags.DEFINE_string("note", "", "Remark to record, such as other work on the machine.")
     for _key, _rival in rivals.RIVALS.items():
         flags.DEFINE_string(_key, None, f"A checkout of {_rival.repository}.")
-        flags.DEFINE_string(f"{_key}_python", None, "The Python that has what it needs.")
+        flags.DEFINE_string(f"{_key}_python", None, "Python that has its packages.")
     run_script(main, __doc__)

@@ -1,14 +1,14 @@
-"""All methods on fixed splits, each tuned with the same budget: one table for each split.
+"""All methods on fixed splits, each tuned with the same budget: a table for each split.
 
 python -m experiments.leaderboard                           the digits, all methods
 python -m experiments.leaderboard --columns=digits,mnist --methods=fedavg,ditto
-python -m experiments.leaderboard --only_show               what there is so far
+python -m experiments.leaderboard --only_show               prints existing results
 
-Of each method so many points of its grid are tried on validation examples, for one seed. The best
-then runs anew with other seeds, and is scored on test examples before and after local training.
-The same command goes on with what was cut, and only reads what is finished; the table is written
-after every method, beside what earlier calls have put there. The folder --out gets all runs,
-leaderboard.json, a text, a picture of each split, and a page whose table can be sorted.
+Each method is tried with --budget points of its grid on validation examples, for one seed. The best
+point is run with other seeds and scored on test examples before and after local training. The same
+command resumes what was interrupted and reads what is finished. Results are added to those of
+earlier calls after every method. The folder --out has all runs, leaderboard.json, a text, a picture
+of each split, and a page with sortable tables.
 """
 
 import sys
@@ -35,26 +35,26 @@ from fedjax_pfl.simulation.devices import prepare_devices
 
 
 class Column(NamedTuple):
-    """A split: the words of its preset, how long its runs are, and what else is set."""
+    """A split: its preset, the length of its runs, and further settings."""
 
-    words: str
+    preset: str  # without the method
     rounds: int
     local_epochs: int
     settings: Mapping[str, Any] = MappingProxyType({})
 
 
-# So that two cores will do.
-_LITTLE = {"model": "small", "small.kernels": (4, 8)}
-_MNIST = {**_LITTLE, "fraction": 0.2, "classes.examples": 200}
+# Small enough for two cores.
+_SMALL = {"model": "small", "small.kernels": (4, 8)}
+_MNIST = {**_SMALL, "fraction": 0.2, "classes.examples": 200}
 COLUMNS = {
     "digits": Column("digits-classes4-n10", 30, 2),
     "mnist": Column("mnist-classes4-n20", 30, 2, MappingProxyType(_MNIST)),
     "cifar10": Column(
-        "cifar10-dirichlet0.3-n20", 30, 2, MappingProxyType({**_LITTLE, "fraction": 0.1})
+        "cifar10-dirichlet0.3-n20", 30, 2, MappingProxyType({**_SMALL, "fraction": 0.1})
     ),
 }
 RATES = "learning_rate=.02,.05,.1,.2"
-# What is tried of a method's own, beside the rates.
+# Grids of the methods' own settings, in addition to the learning rates.
 GRIDS = {
     "apfl": "apfl.alpha=.25,.5,.75; apfl.alpha_rate=0,.05",
     "clustered_fl": "clustered_fl.mean_below=.2,.4,.8",
@@ -81,40 +81,44 @@ GRIDS = {
     "pfedpara": "pfedpara.gamma=0,.5",
     "scaffold": "scaffold.server_rate=.5,1",
 }
-SEED = 100  # the first of those that are scored; settings are chosen with others
+SEED = 100  # first seed of the scored runs; settings are chosen with other seeds
 
 
 def configured(column: Column, methods: Sequence[str]) -> dict[str, ConfigDict]:
-    """The configuration of each method on a split."""
+    """Returns the configuration of each method on a split, by method."""
     configs = {}
     for method in methods:
-        config = baseline.get_config(f"{method}-{column.words}")
-        config.rounds, config.local_epochs, config.eval_every = (
-            column.rounds,
-            column.local_epochs,
-            10,
-        )
-        config.validation_fraction, config.evaluate_after = 0.2, False
+        config = baseline.get_config(f"{method}-{column.preset}")
+        config.update(rounds=column.rounds, local_epochs=column.local_epochs, eval_every=10)
+        config.update(validation_fraction=0.2, evaluate_after=False)
         config.update_from_flattened_dict(column.settings)
-        if method == "fedbn":  # which is for networks that have it
+        if method == "fedbn":  # needs BatchNorm
             config[config.model].batch_norm = True
         configs[method] = config
     return configs
 
 
 def plan(configs: dict[str, ConfigDict], budget: int) -> list[Trial]:
-    """Returns the trials of configs method, with the same number of grid points."""
+    """Returns a trial per method, with at most `budget` points of its grid."""
     texts = [RATES, *(text for method, text in GRIDS.items() if method in configs)]
     return search.plan(configs, texts, None, budget)
 
 
-def played(trial: Trial, seeds: int, out: Path, *, only_show: bool = False) -> dict[str, Any]:
-    """A method's line: tuned, and what was chosen run with other seeds. Empty: not finished."""
+def run_trial(trial: Trial, seeds: int, out: Path, *, only_show: bool = False) -> dict[str, Any]:
+    """Tunes a method, runs the best point with other seeds, and returns its line of the table.
+
+    Returns {} if a run is not finished.
+
+    Args:
+      trial: The method and the points to try.
+      seeds: Number of scored seeds.
+      out: Folder of the split.
+      only_show: Whether to read existing runs only.
+    """
     tuning, running = out / "tuning", out / "runs"
     if not only_show:
         trials.run([trial], 1, tuning, None)
-    tried = trials.collect(trial, 1, tuning)
-    best = choice.best_point(tried)
+    best = choice.best_point(trials.collect(trial, 1, tuning))
     if best is None:
         return {}
     config = trial.config.copy_and_resolve_references()
@@ -125,11 +129,10 @@ def played(trial: Trial, seeds: int, out: Path, *, only_show: bool = False) -> d
     (finished,) = trials.collect(final, seeds, running)
     if not finished.complete:
         return {}
-    row = Row(
-        trial.method, finished.config, [finished.runs[seed] for seed in sorted(finished.runs)]
-    )
+    runs = [finished.runs[seed] for seed in sorted(finished.runs)]
+    row = Row(trial.method, finished.config, runs)
     scores = summary(row)
-    lasts = [run.metrics[-1] for run in row.runs]
+    seconds = [run.metrics[-1]["seconds"] for run in runs]
     return {
         "settings": grids.label(best.point),
         "points": len(trial.points),
@@ -139,12 +142,18 @@ def played(trial: Trial, seeds: int, out: Path, *, only_show: bool = False) -> d
         "after": dict(scores.after or {}),
         "worst tenth": dict(scores.worst10),
         "megabytes": scores.megabytes_down + scores.megabytes_up,
-        "seconds": sum(line["seconds"] for line in lasts) / len(lasts),
+        "seconds": sum(seconds) / len(seconds),
     }
 
 
 def select(requested: Sequence[str], existing: Mapping[str, Any], flag: str) -> list[str]:
-    """Names, all where none is given, or UsageError."""
+    """Returns the requested names, or all if there are none; raises UsageError for unknown ones.
+
+    Args:
+      requested: Names from the command line.
+      existing: All names.
+      flag: Name of the flag, for the message.
+    """
     for name in requested:
         if name not in existing:
             raise UsageError(f"--{flag} has {name!r}{configuration.suggestion(name, existing)}")
@@ -152,32 +161,36 @@ def select(requested: Sequence[str], existing: Mapping[str, Any], flag: str) -> 
 
 
 def main(argv: Sequence[str]) -> None:
-    """Tune, run, write, print."""
-    given = flags.FLAGS
+    """Runs the command line."""
+    flag_values = flags.FLAGS
     if len(argv) > 1:
         raise UsageError(f"{argv[1]!r} is no flag")
-    columns = select(given.columns, COLUMNS, "columns")
-    methods = select(given.methods, configuration.ALGORITHMS, "methods")
-    out, status = Path(given.out), 0
+    columns = select(flag_values.columns, COLUMNS, "columns")
+    methods = select(flag_values.methods, configuration.ALGORITHMS, "methods")
+    out, status = Path(flag_values.out), 0
     commit, boards, planned = rivals.commit(str(Path(__file__).parent)), board.read(out), {}
     for name in columns:
         configs = configured(COLUMNS[name], methods)
         for config in configs.values():
-            config.data_dir = given.data_dir
-        planned[name] = plan(configs, given.budget)
+            config.data_dir = flag_values.data_dir
+        planned[name] = plan(configs, flag_values.budget)
     try:
         for name, method_trials in planned.items():
-            column_settings = COLUMNS[name]
+            column = COLUMNS[name]
             about = {
-                **column_settings._asdict(),
-                "settings": dict(column_settings.settings),
-                "budget": given.budget,
+                "words": column.preset,
+                "rounds": column.rounds,
+                "local_epochs": column.local_epochs,
+                "settings": dict(column.settings),
+                "budget": flag_values.budget,
             }
             lines = board.column(boards, name, about)["methods"]
             for trial in method_trials:
                 try:
-                    line = played(trial, given.seeds, out / name, only_show=given.only_show)
-                except UsageError as error:  # of this method; the others go on
+                    line = run_trial(
+                        trial, flag_values.seeds, out / name, only_show=flag_values.only_show
+                    )
+                except UsageError as error:  # of this method; the others continue
                     line = {"cannot": str(error)}
                 if line:
                     lines[trial.method] = board.with_commit(line, commit, lines.get(trial.method))
@@ -191,11 +204,11 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_list("columns", ["digits"], f"Splits, of {', '.join(COLUMNS)}.")
-    flags.DEFINE_list("methods", [], "Some of them. Default: all.")
-    flags.DEFINE_integer("budget", 4, "Points that are tried of each method.", lower_bound=1)
-    flags.DEFINE_integer("seeds", 3, "With which what was chosen is scored.", lower_bound=1)
+    flags.DEFINE_list("methods", [], "Methods. Default: all.")
+    flags.DEFINE_integer("budget", 4, "Points of the grid to try per method.", lower_bound=1)
+    flags.DEFINE_integer("seeds", 3, "Seeds of the scored runs.", lower_bound=1)
     flags.DEFINE_string("out", "runs/leaderboard", "Folder of the runs and tables.")
-    flags.DEFINE_bool("only_show", False, "Run nothing: print what there is.")
+    flags.DEFINE_bool("only_show", False, "Print existing results and run nothing.")
     define_data_dir(flags.FLAGS)
     prepare_devices()
     run_script(main, __doc__)

@@ -1,16 +1,15 @@
-"""Peak memory and time of a client's step against the number of clients, measured.
+"""Measures peak memory and time of a client step against the number of clients.
 
 python -m experiments.many_clients --clients=100,10000,1000000 --methods=fedper,local --store=disk
 
-Each number of clients is a process of its own: LeNet on 32x32x3 images, or with --model=mlp the MLP
-on 8x8 ones, 40 for training and 10 for
-testing at each client (drawn at random from a pool of 20,000 that clients share), two steps of 20
-in a visit, cohorts of 100. A first round is not measured; then come `--rounds` and an evaluation.
-Beside it, in turns, is the step with ten clients on the device. Times are of the CPU, of all cores
-together, so that other work on the machine does not count.
+Each number of clients runs in its own process: LeNet on 32x32x3 images, or with --model=mlp the MLP
+on 8x8 images. A client has 40 training and 10 test images, sampled from a shared pool of 20,000,
+and takes two steps of 20 per round, in cohorts of 100. One round warms up; then follow --rounds
+rounds and an evaluation. In turns with them runs the same step with ten clients on the device.
+Times are CPU seconds of all cores, so that other work on the machine does not count.
 
---pfllib=CHECKOUT and --fl_bench=CHECKOUT measure what those libraries need for two rounds of FedAvg
-on LeNet with as many clients, in place of our methods; each may take --most GiB.
+--pfllib=CHECKOUT and --fl_bench=CHECKOUT measure instead the memory that those libraries need for
+two rounds of FedAvg on LeNet, up to --most GiB each.
 """
 
 import json
@@ -48,12 +47,12 @@ from fedjax_pfl.simulation.streamed import StreamedProgram
 _POOL, _TRAIN, _TEST, _BATCH, _CALL = 20_000, 40, 10, 20, 5
 _STEPS = _TRAIN // _BATCH
 _FOLDER = os.environ.get("TMPDIR")
-_THEIRS = ("pfllib", "fl_bench")
+_LIBRARIES = ("pfllib", "fl_bench")
 _SETTINGS: dict[str, dict[str, Any]] = {
     "pfedhn": {"embedding": 64},
     "pfedla": {"candidates": 10, "embedding": 16, "hidden": 16, "depth": 1},
 }
-# The network, and the shape of its images.
+# Network and shape of its images, by name.
 _MODELS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "lenet": (LeNet, (32, 32, 3)),
     "mlp": (MLP, (8, 8, 1)),
@@ -63,7 +62,14 @@ _MODELS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
 def make_functions(
     method: str, clients: int, cohort: int, model: str = "lenet"
 ) -> tuple[RoundFunctions, FederatedData]:
-    """A method's rounds for so many clients, and their examples."""
+    """Returns the rounds of a method, and the clients' examples.
+
+    Args:
+      method: Name of the method.
+      clients: Number of clients.
+      cohort: Clients in a round.
+      model: lenet or mlp.
+    """
     rng, (network, shape) = np.random.default_rng(0), _MODELS[model]
     images = rng.integers(0, 256, (_POOL, *shape), np.uint8)
     labels = rng.integers(0, 10, _POOL, np.int32)
@@ -83,8 +89,8 @@ def make_functions(
         **_SETTINGS.get(method, {}),
     )
     cohort = min(cohort, clients)
-    some = min(clients, max(1, cohort * _CALL // 2))
-    evaluated = np.sort(rng.choice(clients, some, replace=False)).astype(np.int32)
+    count = min(clients, max(1, cohort * _CALL // 2))
+    evaluated = np.sort(rng.choice(clients, count, replace=False)).astype(np.int32)
     options: dict[str, Any] = {"cohort": cohort, "max_rounds": _CALL, "evaluated_ids": evaluated}
     return round_functions(algorithm, federation, **options), data
 
@@ -98,12 +104,25 @@ def measure(
     written: int,
     model: str = "lenet",
 ) -> dict[str, Any]:
-    """In this process: bytes, and CPU seconds of a client's step and of an evaluation."""
+    """Measures bytes, and CPU seconds of a client step and of an evaluation, in this process.
+
+    Args:
+      method: Name of the method.
+      clients: Number of clients.
+      cohort: Clients in a round.
+      rounds: Number of timed rounds.
+      store: device, host or disk.
+      written: Clients whose state is written before the first round.
+      model: lenet or mlp.
+
+    Returns:
+      The entry of the results file.
+    """
     few, few_data = make_functions(method, 10, 10, model)
     few_program: Any = DeviceProgram(compiled(few), jax.random.key(0), few_data)
-    at_first = few_program.enter(few_program.init())
-    few_program.compile(at_first, 0)
-    at_first, _ = few_program.run(at_first, 0, 1)
+    few_state = few_program.enter(few_program.init())
+    few_program.compile(few_state, 0)
+    few_state, _ = few_program.run(few_state, 0, 1)
 
     functions, data = make_functions(method, clients, cohort, model)
     with tempfile.TemporaryDirectory(dir=_FOLDER) as folder:
@@ -124,16 +143,16 @@ def measure(
         program.compile(state, 0)
         state, _ = program.run(state, 0, 1)
         seconds, few_seconds = [], []
-        for n in range(1, rounds + 1):  # in turns, as other work on the machine slows both
-            began = time.process_time()
-            at_first, _ = few_program.run(at_first, n, _CALL)
-            few_seconds.append(time.process_time() - began)
-            began = time.process_time()
+        for n in range(1, rounds + 1):  # in turns, because other work on the machine slows both
+            start = time.process_time()
+            few_state, _ = few_program.run(few_state, n, _CALL)
+            few_seconds.append(time.process_time() - start)
+            start = time.process_time()
             state, _ = program.run(state, n, 1)
-            seconds.append(time.process_time() - began)
-        began = time.process_time()
+            seconds.append(time.process_time() - start)
+        start = time.process_time()
         program.evaluate(state, 1 + rounds)
-        evaluation = time.process_time() - began
+        evaluation = time.process_time() - start
     cohort = min(cohort, clients)
     return {
         "clients": clients,
@@ -147,44 +166,61 @@ def measure(
     }
 
 
-def measure_theirs(
-    start: Sequence[str], checkout: str, clients: int, cohort: int, most: float, limit: float
+def measure_library(
+    command: Sequence[str], checkout: str, clients: int, cohort: int, most: float, limit: float
 ) -> dict[str, Any]:
-    """Bytes of another library's process that trains two cohorts by FedAvg; Gone where it cannot.
+    """Measures the memory of another library that trains two cohorts by FedAvg.
 
-    start: its Python and its adapter. most: so many GiB may it have. limit: seconds for an answer.
+    Args:
+      command: Its Python and its adapter.
+      checkout: Folder of its checkout.
+      clients: Number of clients.
+      cohort: Clients in a round.
+      most: GiB that its process may have.
+      limit: Most seconds for an answer.
+
+    Returns:
+      The number of clients and the peak in bytes. Raises Gone if the library fails.
     """
     few = min(cohort, clients)
     work = Work("", clients=clients, cohort=few, examples=_TRAIN, batch=_BATCH)
     spec = {**work.spec(parameters(LeNet(outputs=10))), "pool": _POOL, "checkout": checkout}
-    child = Child(start, spec, limit)
+    child = Child(command, spec, limit)
     try:
-        if hasattr(resource, "prlimit"):  # before it has imported anything
+        if hasattr(resource, "prlimit"):  # before its imports
             resource.prlimit(child.pid, resource.RLIMIT_DATA, (int(most * 2**30),) * 2)
-        child.ready()
+        child.wait_until_ready()
         child.go()
         return {"clients": clients, "peak": _peak(child.pid)}
     finally:
         child.close()
 
 
-def theirs(keys: Sequence[str], results: dict[str, list[dict[str, Any]]], out: Path) -> None:
-    """Measure those libraries with ever more clients, each until it ends."""
+def measure_libraries(
+    keys: Sequence[str], results: dict[str, list[dict[str, Any]]], out: Path
+) -> None:
+    """Measures libraries with more and more clients, each until it fails.
+
+    Args:
+      keys: Names of the libraries.
+      results: Content of the results file by label; extended in place.
+      out: The results file.
+    """
     flag: Any = flags.FLAGS
     for key in keys:
-        checkout = rivals.checked(key, flag[key].value)
+        checkout = rivals.checkout(key, flag[key].value)
         python = rivals.python(f"{key}_python", flag[f"{key}_python"].value)
-        start = [python, str(rivals.ADAPTERS / rivals.RIVALS[key].script)]
+        command = [python, str(rivals.ADAPTERS / rivals.RIVALS[key].script)]
         rows = results.setdefault(f"{rivals.NAMES[key]}, fedavg", [])
         for clients in sorted(map(int, flag.clients)):
-            if rows and not rows[-1]["ok"]:  # more will not do either
+            if rows and not rows[-1]["ok"]:  # it fails with more clients, too
                 break
             if any(row["clients"] == clients for row in rows):
                 continue
             arguments = (clients, flag.cohort, flag.most, flag.limit)
             row: dict[str, Any] = {"clients": clients, "commit": rivals.commit(checkout)}
             try:
-                row |= measure_theirs(start, checkout, *arguments)
+                row |= measure_library(command, checkout, *arguments)
                 print(f"{key}, {clients} clients: {row['peak'] / 2**30:.2f} GiB", flush=True)
             except Gone as reason:
                 row["why"] = str(reason)
@@ -194,7 +230,7 @@ def theirs(keys: Sequence[str], results: dict[str, list[dict[str, Any]]], out: P
 
 
 def _peak(process: int | str = "self") -> int:
-    """The most bytes that were resident, of one process alone."""
+    """Returns the peak of the resident bytes of a process."""
     status = Path(f"/proc/{process}/status")
     if status.exists():
         return 1024 * int(status.read_text().split("VmHWM:")[1].split()[0])
@@ -202,7 +238,7 @@ def _peak(process: int | str = "self") -> int:
 
 
 def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Peak memory and the time of a step, against the number of clients."""
+    """Draws peak memory and the time of a step against the number of clients, and saves it."""
     from matplotlib import pyplot
 
     figure, (memory, step) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
@@ -210,10 +246,10 @@ def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
     for method, rows in results.items():
         rows = sorted((row for row in rows if row["ok"]), key=lambda row: row["clients"])
         clients = [row["clients"] for row in rows]
-        ours = all("step" in row for row in rows)
+        is_timed = all("step" in row for row in rows)
         peaks = [row["peak"] / 2**30 for row in rows]
-        (line,) = memory.loglog(clients, peaks, "o-" if ours else "x:", label=method)
-        if ours:
+        (line,) = memory.loglog(clients, peaks, "o-" if is_timed else "x:", label=method)
+        if is_timed:
             times = [row["step"] / row["few_step"] for row in rows]
             step.loglog(clients, times, "o-", color=line.get_color())
     memory.axhline(8, color="0.6", linewidth=1)
@@ -221,7 +257,7 @@ def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
     memory.set_yticks(ticks := [0.5, 1, 2, 4, 8, 16], [f"{tick:g}" for tick in ticks])
     memory.minorticks_off()
     step.axhline(1.15, color="0.6", linewidth=1)
-    step.set(xlabel="clients", ylabel="a step, ten clients on the device = 1")
+    step.set(xlabel="clients", ylabel="client step, relative to ten clients")
     step.set_yticks(ticks := [0.5, 1, 2, 4, 8], [f"{tick:g}" for tick in ticks])
     step.minorticks_off()
     memory.legend(loc="upper left", fontsize="small", frameon=False)
@@ -232,68 +268,73 @@ def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Measures each size in its own process; skips sizes that the file contains."""
-    given = flags.FLAGS
+    flag_values = flags.FLAGS
     if len(argv) > 1:
         raise UsageError(f"{argv[1]!r} is no flag; see --help")
-    if given.only:
-        method, clients = given.only.split(":")
-        few = (given.cohort, given.rounds, given.store, given.written, given.model)
-        print(json.dumps(measure(method, int(clients), *few)))
+    if flag_values.only:
+        method, clients = flag_values.only.split(":")
+        options: list[Any] = [flag_values[name].value for name in _PASSED]
+        print(json.dumps(measure(method, int(clients), *options)))
         return
-    unknown = sorted(set(given.methods) - set(configuration.ALGORITHMS))
+    unknown = sorted(set(flag_values.methods) - set(configuration.ALGORITHMS))
     if unknown:
         raise UsageError(f"--methods has {', '.join(unknown)}; see fedjax-pfl list methods")
-    out = Path(given.out)
+    out = Path(flag_values.out)
     results: dict[str, list[dict[str, Any]]] = json.loads(out.read_text()) if out.exists() else {}
-    libraries = [key for key in _THEIRS if given[key].value]
-    theirs(libraries, results, out)
-    methods = [] if libraries else given.methods
-    for clients in given.clients:
+    libraries = [key for key in _LIBRARIES if flag_values[key].value]
+    measure_libraries(libraries, results, out)
+    methods = [] if libraries else flag_values.methods
+    for clients in flag_values.clients:
         for method in methods:
-            label = method if given.model == "lenet" else f"{method}, {given.model}"
+            label = method if flag_values.model == "lenet" else f"{method}, {flag_values.model}"
             rows = results.setdefault(label, [])
-            key = (int(clients), given.store)
+            key = (int(clients), flag_values.store)
             if any((row["clients"], row["store"]) == key for row in rows):
                 continue
-            flag = [f"--{name}={given[name].value}" for name in _PASSED]
+            flag = [f"--{name}={flag_values[name].value}" for name in _PASSED]
             command = [sys.executable, "-m", "experiments.many_clients", *flag]
             ran = subprocess.run(
                 [*command, f"--only={method}:{clients}"], capture_output=True, text=True
             )
             last = (ran.stdout.splitlines() or [""])[-1]
             row = json.loads(last) if ran.returncode == 0 else {"clients": int(clients)}
-            rows.append({**row, "store": given.store, "ok": ran.returncode == 0})
+            rows.append({**row, "store": flag_values.store, "ok": ran.returncode == 0})
             if ran.returncode:
                 print(f"{method}, {clients} clients: {(ran.stderr.splitlines() or [''])[-1]}")
             else:
                 print(
-                    f"{method}, {clients} clients, {given.store}: {row['peak'] / 2**30:.2f} GiB, "
-                    f"{1000 * row['step']:.1f} ms a step ({1000 * row['few_step']:.1f} of ten)",
+                    f"{method}, {clients} clients, {flag_values.store}: "
+                    f"{row['peak'] / 2**30:.2f} GiB, {1000 * row['step']:.1f} ms per step "
+                    f"({1000 * row['few_step']:.1f} with ten clients)",
                     flush=True,
                 )
             out.write_text(json.dumps(results, indent=2) + "\n")
-    draw(results, Path(given.picture))
+    draw(results, Path(flag_values.picture))
 
 
 _PASSED = ("cohort", "rounds", "store", "written", "model")
 
 if __name__ == "__main__":
-    # Here, because other commands have a --clients of their own.
-    flags.DEFINE_list("clients", ["100", "1000", "10000", "100000", "1000000"], "How many.")
-    flags.DEFINE_list("methods", ["fedavg", "fedper", "local", "pfedhn"], "Which methods.")
+    # Here, because other commands have flags of these names.
+    flags.DEFINE_list(
+        "clients", ["100", "1000", "10000", "100000", "1000000"], "Numbers of clients."
+    )
+    flags.DEFINE_list("methods", ["fedavg", "fedper", "local", "pfedhn"], "Methods.")
     flags.DEFINE_enum(
-        "store", "disk", ("device", "host", "disk"), "Where what stays with clients is kept."
+        "store", "disk", ("device", "host", "disk"), "Where client-side state is stored."
     )
     flags.DEFINE_integer("cohort", 100, "Clients in a round.", lower_bound=1)
-    flags.DEFINE_integer("rounds", 3, "So many are measured.", lower_bound=1)
-    flags.DEFINE_integer("written", 0, "Clients whose state is written before.", lower_bound=0)
-    flags.DEFINE_enum("model", "lenet", sorted(_MODELS), "Which network.")
-    for _key in _THEIRS:
+    flags.DEFINE_integer("rounds", 3, "Timed rounds.", lower_bound=1)
+    flags.DEFINE_integer(
+        "written", 0, "Clients whose state is written before the first round.", lower_bound=0
+    )
+    flags.DEFINE_enum("model", "lenet", sorted(_MODELS), "Network.")
+    for _key in _LIBRARIES:
         flags.DEFINE_string(_key, None, f"A checkout of {rivals.RIVALS[_key].repository}.")
         flags.DEFINE_string(f"{_key}_python", None, "The Python that runs it. Default: this one.")
-    flags.DEFINE_float("most", 12.0, "GiB that another library may have.", lower_bound=0.1)
-    flags.DEFINE_float("limit", 3600.0, "Seconds that another library may take.")
-    flags.DEFINE_string("picture", "docs/many_clients.svg", "Where all numbers are drawn.")
-    flags.DEFINE_string("only", "", "METHOD:CLIENTS, to be measured in this process.")
-    flags.DEFINE_string("out", "experiments/results/many_clients.json", "Where numbers are kept.")
+    flags.DEFINE_float("most", 12.0, "Most GiB for another library.", lower_bound=0.1)
+    flags.DEFINE_float("limit", 3600.0, "Most seconds for another library.")
+    flags.DEFINE_string("picture", "docs/many_clients.svg", "Picture of all numbers.")
+    flags.DEFINE_string("only", "", "METHOD:CLIENTS to measure in this process.")
+    flags.DEFINE_string("out", "experiments/results/many_clients.json", "Results file.")
     run_script(main, __doc__)

@@ -1,12 +1,14 @@
-"""Computes how each method's state grows with the number of clients, without training.
+"""Computes how the state of each method grows with the number of clients, without training.
 
 python -m experiments.scaling --clients=10,1000,1000000 --memory_gb=80 --model=lenet
 
-Server: models, hypernetworks and routers, and what the server keeps for each client. Clients: what
-stays with them, which a simulation holds as well. A visit: the arrays that one client fetches and
-sends, as they are; with blocks, layers or zeros that do not travel the bill is smaller. Most: the
-clients with which the state fills the memory. Mixing: what each of several devices receives from
-the others in a round, with --cohort clients of the second of --clients, spread over --devices.
+state   bytes of server-side and client-side state together, which a simulation holds
+grows   order of growth with the number of clients N
+most    number of clients whose state fills --memory_gb
+down    arrays that one client downloads in a round; traffic is less if some are not sent
+up      arrays that one client uploads
+mixing  bytes that each of --devices devices receives from the others in a round, with --cohort
+        clients per round and the second of --clients
 """
 
 import json
@@ -34,15 +36,16 @@ _EXAMPLES = 16  # of each client; they are not part of a state
 
 
 class Sizes(NamedTuple):
-    """Bytes."""
+    """Bytes of a method."""
 
     server: int
     clients: int
-    down: int  # one visit
+    down: int  # of one client in a round
     up: int
 
     @property
     def state(self) -> int:
+        """Returns the bytes of server-side and client-side state."""
         return self.server + self.clients
 
 
@@ -65,6 +68,7 @@ def sizes(method: str, clients: int, model: str = "lenet") -> Sizes:
 
 
 def _make_method(method: str, clients: int, model: str) -> tuple[Algorithm, Federation]:
+    """Returns a method with default settings, and its federation without examples."""
     counts = np.full(clients, _EXAMPLES, np.int32)
     federation = Federation(
         counts, (32, 32, 3), 10, np.ones(clients, bool), np.zeros(clients, np.int32), counts
@@ -87,9 +91,9 @@ def _array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
 
 
 def gathered(method: str, clients: int, model: str = "lenet") -> tuple[int, int]:
-    """Bytes that all-gathers bring from each client's device to the others.
+    """Returns the bytes that all-gathers send from each client's device to the others.
 
-    Of a client of a cohort, and of one that is evaluated.
+    The first number is per client of a cohort, the second per evaluated client.
     """
     algorithm, federation = _make_method(method, clients, model)
     mesh = jax.make_mesh(
@@ -107,7 +111,7 @@ def gathered(method: str, clients: int, model: str = "lenet") -> tuple[int, int]
 
 
 def received(bytes_per_client: int, cohort: int, devices: int) -> int:
-    """Bytes that one device gets from the others; their last clients may be padding."""
+    """Returns the bytes that one device receives from the others, padding included."""
     return (devices - 1) * -(-cohort // devices) * bytes_per_client
 
 
@@ -120,25 +124,23 @@ class Growth(NamedTuple):
 
     @property
     def name(self) -> str:
+        """Returns the order of growth."""
         return "N²" if self.pairs else "N" if self.per_client else "1"
 
     def most(self, budget: float) -> float:
-        """The largest number of clients whose state fits; infinite where none is too large."""
+        """Returns the most clients whose state fits into `budget` bytes, or infinity."""
         free = budget - self.fixed
         if self.pairs:
-            return (
-                (math.sqrt(self.per_client**2 + 4 * self.pairs * free) - self.per_client)
-                / 2
-                / self.pairs
-            )
+            root = math.sqrt(self.per_client**2 + 4 * self.pairs * free)
+            return (root - self.per_client) / 2 / self.pairs
         return free / self.per_client if self.per_client else math.inf
 
 
 def growth(method: str, model: str) -> Growth:
-    """Fits the polynomial to third numbers of clients."""
+    """Returns the polynomial through the sizes with 400, 800 and 1,200 clients."""
     first, second, third = (sizes(method, n, model).state for n in (400, 800, 1200))
     pairs = (third - 2 * second + first) / (2 * 400**2)
-    # Below a byte for per_client pair of 40 clients it is a table of another dtype, or rounding.
+    # Less than a byte per pair of 40 clients is rounding or a table of another dtype.
     pairs = pairs if pairs > 1e-3 else 0.0
     per_client = (second - first) / 400 - 1200 * pairs
     per_client = per_client if per_client > 1e-3 else 0.0
@@ -146,30 +148,30 @@ def growth(method: str, model: str) -> Growth:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the table."""
+    """Runs the command line."""
     if len(argv) > 1:
         raise UsageError(f"{argv[1]!r} is no flag; see --help")
-    given = flags.FLAGS
-    columns = [_number(word) for word in given.clients]
-    unknown = sorted(set(given.methods) - set(configuration.ALGORITHMS))
+    flag_values = flags.FLAGS
+    columns = [_number(text) for text in flag_values.clients]
+    unknown = sorted(set(flag_values.methods) - set(configuration.ALGORITHMS))
     if unknown:
         raise UsageError(f"--methods has {', '.join(unknown)}; see fedjax-pfl list methods")
-    if given.model not in configuration.MODELS:
+    if flag_values.model not in configuration.MODELS:
         choices = ", ".join(configuration.MODELS)
-        raise UsageError(f"--model={given.model} is none of {choices}")
+        raise UsageError(f"--model={flag_values.model} is none of {choices}")
     middle = columns[min(1, len(columns) - 1)]
-    cohort = min(given.cohort, middle)
+    cohort = min(flag_values.cohort, middle)
     heads = [*(f"N = {n:,}" for n in columns), "grows", "most", "down", "up", "mixing"]
     widths = [max(12, len(head) + 2) for head in heads]
     print("state".ljust(15) + "".join(h.rjust(w) for h, w in zip(heads, widths, strict=True)))
     results: dict[str, Any] = {}
-    for method in given.methods or sorted(configuration.ALGORITHMS):
-        sizes_by_clients = {n: sizes(method, n, given.model) for n in columns}
-        grows = growth(method, given.model)
-        largest = grows.most(given.memory_gb * 1e9)
-        ctx = sizes_by_clients[columns[0]]
-        a_round, evaluation = gathered(method, middle, given.model)
-        mixing = received(a_round, cohort, given.devices)
+    for method in flag_values.methods or sorted(configuration.ALGORITHMS):
+        sizes_by_clients = {n: sizes(method, n, flag_values.model) for n in columns}
+        grows = growth(method, flag_values.model)
+        largest = grows.most(flag_values.memory_gb * 1e9)
+        first = sizes_by_clients[columns[0]]
+        a_round, evaluation = gathered(method, middle, flag_values.model)
+        mixing = received(a_round, cohort, flag_values.devices)
         results[method] = {
             "bytes": {str(n): sizes_by_clients[n]._asdict() for n in columns},
             "grows": grows._asdict(),
@@ -180,34 +182,34 @@ def main(argv: Sequence[str]) -> None:
             *(format_bytes(sizes_by_clients[n].state) for n in columns),
             grows.name,
             "any" if math.isinf(largest) else f"{largest:,.0f}",
-            format_bytes(ctx.down),
-            format_bytes(ctx.up),
+            format_bytes(first.down),
+            format_bytes(first.up),
             format_bytes(mixing),
         ]
         print(method.ljust(15) + "".join(c.rjust(w) for c, w in zip(cells, widths, strict=True)))
-    if given.out:
+    if flag_values.out:
         parts = {
-            "model": given.model,
-            "memory_gb": given.memory_gb,
-            "mixing": {"clients": middle, "cohort": cohort, "devices": given.devices},
+            "model": flag_values.model,
+            "memory_gb": flag_values.memory_gb,
+            "mixing": {"clients": middle, "cohort": cohort, "devices": flag_values.devices},
             "methods": results,
         }
-        Path(given.out).write_text(json.dumps(parts, indent=2) + "\n")
+        Path(flag_values.out).write_text(json.dumps(parts, indent=2) + "\n")
 
 
-def _number(word: str) -> int:
-    if not word.isdecimal() or not 4 <= int(word) <= 10**7:
-        raise UsageError(f"--clients has {word!r}; give whole numbers from 4 to 10⁷")
-    return int(word)
+def _number(text: str) -> int:
+    if not text.isdecimal() or not 4 <= int(text) <= 10**7:
+        raise UsageError(f"--clients has {text!r}; give whole numbers from 4 to 10⁷")
+    return int(text)
 
 
 if __name__ == "__main__":
-    # Here, because other commands have a --clients of their own.
+    # Here, because other commands have flags of these names.
     flags.DEFINE_list("clients", ["10", "1000", "1000000"], "Numbers of clients.")
     flags.DEFINE_float("memory_gb", 80.0, "Memory that the state may fill.", lower_bound=0.1)
     flags.DEFINE_string("model", "lenet", "Network, on 32x32x3 examples with ten classes.")
     flags.DEFINE_list("methods", [], "Methods. Default: all.")
     flags.DEFINE_integer("cohort", 100, "Clients in a round, for mixing.", lower_bound=1)
-    flags.DEFINE_integer("devices", 8, "Devices that they are spread over.", lower_bound=1)
+    flags.DEFINE_integer("devices", 8, "Devices, for mixing.", lower_bound=1)
     flags.DEFINE_string("out", None, "JSON file to write the numbers to.")
     run_script(main, __doc__)

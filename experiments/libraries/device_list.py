@@ -1,6 +1,6 @@
-"""Everything worth measuring on a GPU, in order of importance, each item in a process of its own.
+"""Measurements that need a GPU, most important first, each in its own process.
 
-An item that hangs or crashes costs its own time limit only, and each writes its results as it goes.
+An item that hangs or crashes costs only its own time limit. Each item writes its results at once.
 """
 
 import subprocess
@@ -51,7 +51,7 @@ def run_all(out: str | None, seconds: float) -> None:
 
 
 def _run(item: Item, out: str, left: float) -> str:
-    """Runs one item and says how it ended."""
+    """Runs one item and returns how it ended, in words."""
     if left < 5:
         return "not started, the time is over"
     arguments: Sequence[str] = item.arguments

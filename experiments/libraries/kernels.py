@@ -1,4 +1,4 @@
-"""Device time of an item of work by kernel, from JAX's profiler."""
+"""Device time of a workload by kernel, from JAX's profiler."""
 
 import tempfile
 import time

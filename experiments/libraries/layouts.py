@@ -1,6 +1,6 @@
-"""Ways to compute the same steps, side by side: lowerings, clients at a time, precisions.
+"""Times of the same steps with different lowerings, chunks and precisions.
 
-What `conv = auto` and an unset `chunk` choose rests on such measurements.
+The choices of `conv = auto` and of an unset `chunk` rest on such measurements.
 """
 
 import statistics
@@ -15,12 +15,12 @@ from fedjax_pfl.report.text_tables import Table
 from fedjax_pfl.settings.general import SETTINGS
 
 LOWERINGS = tuple(name for name in SETTINGS["conv"].choices if name != "auto")
-PRECISIONS = {"float32": "highest", "bfloat16": "BF16_BF16_F32"}  # besides JAX's own
+PRECISIONS = {"float32": "highest", "bfloat16": "BF16_BF16_F32"}  # besides JAX's default
 _BATCH = 32
 
 
 class Size(NamedTuple):
-    """How much a network does: clients, and gradient steps of each."""
+    """Number of clients and gradient steps per client for a network."""
 
     clients: int
     steps: int
@@ -31,7 +31,7 @@ SIZES = {"lenet": Size(100, 4), "resnet9": Size(20, 2), "mlp": Size(100, 4, lowe
 
 
 class Layout(NamedTuple):
-    """One way to do it; what is None is as it usually is."""
+    """Settings of one measurement; None is the default."""
 
     conv: str = "auto"
     chunk: int | None = None  # all clients
@@ -39,7 +39,7 @@ class Layout(NamedTuple):
 
 
 def layouts(size: Size) -> dict[str, Layout]:
-    """All ways that are compared, by what they are called: each differs from the first in one."""
+    """Returns the compared layouts by name; each differs from the first in one setting."""
     return {
         f"all {size.clients} at a time, conv=auto, JAX's precision": Layout(),
         **{f"conv={name}": Layout(conv=name) for name in size.lowerings},
@@ -53,10 +53,13 @@ def measured(
 ) -> dict[str, Any]:
     """Returns the median milliseconds of a client step in every layout.
 
-    Each layout is compiled and timed in turns with the first one before the next is compiled: on a
-    GPU compiling times candidate kernels, and a cut measurement keeps the layouts that it finished.
+    Each layout is timed in turns with the first one before the next is compiled, because compiling
+    for a GPU times candidate kernels. An interrupted measurement keeps its finished layouts.
 
     Args:
+      network: Name of the network.
+      size: Clients and steps.
+      repeats: Number of turns.
       save: Receives the result so far after each layout.
     """
     layouts_of_network = layouts(size)
@@ -75,21 +78,21 @@ def measured(
         run()  # allocates and loads what the first call needs
         baseline = baseline or run
         pairs = [(_seconds(baseline), _seconds(run)) for _ in range(repeats)]
-        own = statistics.median(seconds for _, seconds in pairs)
+        median = statistics.median(seconds for _, seconds in pairs)
         ratio = statistics.median(seconds / first for first, seconds in pairs)
-        result["ms_per_client_step"][name] = float(f"{1000 * own / steps:.4g}")
+        result["ms_per_client_step"][name] = float(f"{1000 * median / steps:.4g}")
         result["times_the_first"][name] = float(f"{ratio:.4g}")
         save(result)
     return result
 
 
 def _seconds(run: Callable[[], None]) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     run()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
-def _compiled(network: str, size: Size, one: Layout) -> Callable[[], None]:
+def _compiled(network: str, size: Size, layout: Layout) -> Callable[[], None]:
     item = work.Work(
         network,
         network=network,
@@ -97,9 +100,9 @@ def _compiled(network: str, size: Size, one: Layout) -> Callable[[], None]:
         cohort=size.clients,
         examples=size.steps * _BATCH,
         batch=_BATCH,
-        settings={"conv": one.conv, "chunk": one.chunk or size.clients},
+        settings={"conv": layout.conv, "chunk": layout.chunk or size.clients},
     )
-    with jax.default_matmul_precision(one.precision and PRECISIONS[one.precision]):
+    with jax.default_matmul_precision(layout.precision and PRECISIONS[layout.precision]):
         return work.ours(item).run
 
 

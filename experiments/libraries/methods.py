@@ -1,7 +1,8 @@
-"""Which methods are compared with which library, with which settings, and why some differ.
+"""Methods that are compared with other libraries: their settings, and why some results differ.
 
-A method's `ours` are settings of ours; a library's are its own names for the same. `why` says what
-in a library's code makes the difference, and which of both is as the paper has it.
+A method's `ours` are settings of this library; `Theirs` has the same settings by the names of the
+other library. `why` tells which code of the other library makes the difference, and which of both
+follows the paper.
 """
 
 from collections.abc import Mapping
@@ -14,19 +15,19 @@ class Theirs(NamedTuple):
     """A method in another library."""
 
     settings: Mapping[str, Any]
-    epochs: int = EPOCHS  # what it counts as local epochs
-    why: str = ""  # it differs, if it does
-    accuracy: str = ""  # and why accuracies do
+    epochs: int = EPOCHS  # local epochs as it counts them
+    why: str = ""  # reason why parameters differ
+    accuracy: str = ""  # reason why accuracies differ
 
 
 class Method(NamedTuple):
-    """A method of ours, and the same of others by the library's name."""
+    """A method of this library, and the same method of others by library."""
 
     ours: Mapping[str, Any]
     pfllib: Theirs | None = None
     fl_bench: Theirs | None = None
     norm: bool = False  # the network has BatchNorm
-    examples: int = 30  # of each client, which are one batch
+    examples: int = 30  # per client, all in one batch
 
 
 _PFLLIB_PFEDME = (
@@ -176,7 +177,7 @@ METHODS = {
             why=_FL_BENCH_FEDAS,
             accuracy=_FL_BENCH_SERVES_THE_MEAN_HEAD,
         ),
-        examples=16,  # which is what theirs aligns with
+        examples=16,  # the number that theirs aligns with
     ),
     "fedproto": Method({"penalty": 1.0}, Theirs({"lamda": 1.0}, why=_PFLLIB_FEDPROTO)),
 }

@@ -22,7 +22,7 @@ from fedjax_pfl.simulation.rounds import make_rounds
 
 CLIENTS, HIDDEN, CLASSES, RATE, ROUNDS = 4, 16, 10, 0.2, 3
 Arrays = dict[str, np.ndarray]
-JUDGED = task.classification()
+TASK = task.classification()
 KEY = 0
 # PyTorch's names of our leaves; a kernel is transposed.
 _PYTORCH_NAMES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
@@ -58,11 +58,11 @@ def work(norm: bool, examples: int = 30) -> Arrays:
         xs.append(x[indices])
         ys.append(y[indices])
     variables = dict(Net(norm).init(jax.random.key(KEY), jnp.zeros((1, x.shape[1]))))
-    start = {f"start/{name}": value for name, value in named(variables["params"]).items()}
+    start = {f"start/{name}": value for name, value in to_pytorch(variables["params"]).items()}
     return {"x": np.stack(xs), "y": np.stack(ys), **start}
 
 
-def named(params: Any) -> Arrays:
+def to_pytorch(params: Any) -> Arrays:
     """Returns parameters by PyTorch's names and in its shapes."""
     arrays: Arrays = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -72,7 +72,7 @@ def named(params: Any) -> Arrays:
 
 
 def params(arrays: Mapping[str, np.ndarray]) -> Any:
-    """Returns the initial parameters of the work as our tree; the inverse of `named`."""
+    """Returns the initial parameters of the work as our tree; the inverse of `to_pytorch`."""
     tree: dict[str, dict[str, jax.Array]] = {}
     for key, value in arrays.items():
         if key.startswith("start/"):
@@ -96,9 +96,7 @@ def _federated(arrays: Mapping[str, np.ndarray]) -> tuple[FederatedData, Federat
     no_rows = Split(splits[0].rows[:, :0], np.zeros(clients, np.int32))
     data = jax.device_put(FederatedData(x, y, splits[0], no_rows, splits[-1]))
     counts, groups = splits[0].size, np.zeros(clients, np.int32)
-    return data, Federation(
-        counts, (features,), CLASSES, np.ones(clients, bool), groups, task=JUDGED
-    )
+    return data, Federation(counts, (features,), CLASSES, np.ones(clients, bool), groups, task=TASK)
 
 
 def rounds(name: str, arrays: Mapping[str, np.ndarray]) -> Arrays:
@@ -149,11 +147,11 @@ def _parameters(name: str, algorithm: Algorithm, state: State, data: FederatedDa
     if name == "scaffold":
         trees_by_prefix["control."] = server["control"]
     for prefix, tree in trees_by_prefix.items():
-        arrays |= {f"server/{prefix}{n}": value for n, value in named(tree).items()}
+        arrays |= {f"server/{prefix}{n}": value for n, value in to_pytorch(tree).items()}
     for i in range(CLIENTS):
         client = trees.row(state.clients, i)
         for prefix, tree in _client_trees(name, algorithm, state, client, data, i).items():
-            arrays |= {f"{i}/{prefix}{n}": value for n, value in named(tree).items()}
+            arrays |= {f"{i}/{prefix}{n}": value for n, value in to_pytorch(tree).items()}
     return arrays
 
 
@@ -163,7 +161,7 @@ def _client_trees(
     """Returns parameter trees of a client by prefix."""
     if name == "scaffold":
         return {"control.": client.control}
-    if name == "fedbabu":  # what is tuned for an evaluation is discarded
+    if name == "fedbabu":  # discards fine-tuning for an evaluation
         return {"": trees.join(state.server, client.personal)["params"]}
     if name == "fedrod":
         return {"": state.server["params"], "own.": client.head}

@@ -1,4 +1,4 @@
-"""Other implementations, each in a process of its own that takes turns with ours."""
+"""Other implementations, each run in its own process through an adapter."""
 
 import contextlib
 import json
@@ -19,64 +19,72 @@ ADAPTERS = Path(__file__).parents[2] / "third_party"
 
 
 class Gone(Exception):
-    """A rival that cannot do the work, died or hangs, in one line."""
+    """A rival cannot do the work, ended or does not answer; the message is one line."""
 
 
 class Rival(NamedTuple):
-    """An adapter, and what it adapts."""
+    """Another implementation and its adapter."""
 
     name: str
-    script: str
+    script: str  # the adapter
     repository: str
-    has: str  # a file that a checkout has
-    items: tuple[str, ...]
+    known_file: str  # a file that every checkout has
+    items: tuple[str, ...]  # workloads that it can run
 
 
 _FEDAVG = ("lenet-10", "lenet-100", "lenet-1000", "mlp")
-TORCH = Rival("PyTorch loop", "torch_loop.py", "", "", (*_FEDAVG, "resnet9", "simulation"))
+TORCH = Rival(
+    name="PyTorch loop",
+    script="torch_loop.py",
+    repository="",
+    known_file="",
+    items=(*_FEDAVG, "resnet9", "simulation"),
+)
 RIVALS = {
     "pfedhn": Rival(
-        "the authors' pFedHN",
-        "rival_pfedhn.py",
-        "AvivSham/pFedHN",
-        "experiments/pfedhn/trainer.py",
-        ("pfedhn",),
+        name="the authors' pFedHN",
+        script="rival_pfedhn.py",
+        repository="AvivSham/pFedHN",
+        known_file="experiments/pfedhn/trainer.py",
+        items=("pfedhn",),
     ),
     "fl_bench": Rival(
-        "FL-bench",
-        "rival_fl_bench.py",
-        "KarhouTam/FL-bench",
-        "src/server/pfedla.py",
-        (*_FEDAVG, "pfedla", "simulation"),
+        name="FL-bench",
+        script="rival_fl_bench.py",
+        repository="KarhouTam/FL-bench",
+        known_file="src/server/pfedla.py",
+        items=(*_FEDAVG, "pfedla", "simulation"),
     ),
     "pfllib": Rival(
-        "PFLlib",
-        "rival_pfllib.py",
-        "TsingZ0/PFLlib",
-        "system/flcore/servers/serveravg.py",
-        _FEDAVG,
+        name="PFLlib",
+        script="rival_pfllib.py",
+        repository="TsingZ0/PFLlib",
+        known_file="system/flcore/servers/serveravg.py",
+        items=_FEDAVG,
     ),
     "fedjax": Rival(
-        "FedJAX",
-        "rival_fedjax.py",
-        "google/fedjax",
-        "fedjax/algorithms/fed_avg.py",
-        _FEDAVG,
+        name="FedJAX",
+        script="rival_fedjax.py",
+        repository="google/fedjax",
+        known_file="fedjax/algorithms/fed_avg.py",
+        items=_FEDAVG,
     ),
 }
 NAMES = {"torch": TORCH.name, **{key: rival.name for key, rival in RIVALS.items()}}
 
 
-def checked(key: str, path: str) -> str:
-    """A checkout's absolute path, or UsageError."""
+def checkout(key: str, path: str) -> str:
+    """Returns the absolute path of a rival's checkout; raises UsageError if it is none."""
     rival = RIVALS[key]
-    if not (Path(path) / rival.has).is_file():
-        raise UsageError(f"--{key}={path} is no checkout of {rival.repository}: no {rival.has}")
+    if not (Path(path) / rival.known_file).is_file():
+        raise UsageError(
+            f"--{key}={path} is no checkout of {rival.repository}: no {rival.known_file}"
+        )
     return str(Path(path).resolve())
 
 
 def python(flag: str, path: str | None) -> str:
-    """The Python that runs a rival: this one where none is path."""
+    """Returns the Python that runs a rival; `path` is the value of --FLAG, or None for this one."""
     executable = sys.executable if path is None else shutil.which(path)
     if executable is None:
         raise UsageError(f"--{flag}={path} is no program")
@@ -94,24 +102,28 @@ def commit(path: str) -> str:
 
 
 class Child:
-    """A process that speaks the protocol of `third_party/child.py`."""
+    """Process of an adapter, with the protocol of `third_party/child.py`."""
 
     def __init__(self, command: Sequence[str], spec: Mapping[str, Any], limit: float) -> None:
-        """Start it in an empty folder of its own; `limit` is how many seconds an answer may take.
+        """Starts the process in an empty folder.
 
-        It does not see this project's modules: a checkout may have some of the same name.
+        Args:
+          command: Python and the adapter.
+          spec: Description of the work.
+          limit: Most seconds that an answer may take.
         """
         self._limit = limit
         self._folder = tempfile.TemporaryDirectory()
         self._errors = Path(self._folder.name, "errors.txt")
-        inside = Path(self._folder.name, "inside")
-        inside.mkdir()
-        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        workdir = Path(self._folder.name, "inside")
+        workdir.mkdir()
+        # Without PYTHONPATH: a checkout may have modules with the names of this project's.
+        environment = {k: value for k, value in os.environ.items() if k != "PYTHONPATH"}
         with self._errors.open("w") as errors:
             self._process = subprocess.Popen(
                 [*command, json.dumps(spec)],
-                cwd=inside,
-                env=kept,
+                cwd=workdir,
+                env=environment,
                 text=True,
                 stderr=errors,
                 stdin=subprocess.PIPE,
@@ -124,32 +136,32 @@ class Child:
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
-        with self._process.stdout as lines:  # closed by who reads: nobody closes it under its hands
+        with self._process.stdout as lines:
             for line in lines:
                 self._lines.put(line)
-        self._lines.put("")  # it has ended
+        self._lines.put("")  # marks the end
 
-    def ready(self) -> dict[str, Any]:
+    def wait_until_ready(self) -> dict[str, Any]:
         """Returns the rival's facts once it is ready; raises Gone if it cannot do the work."""
-        answer = self._answer()
-        if "lacks" in answer:
-            raise self._gone(str(answer["lacks"]))
-        if "ready" not in answer:
+        message = self._read_message()
+        if "lacks" in message:
+            raise self._gone(str(message["lacks"]))
+        if "ready" not in message:
             raise self._gone("it does not speak the protocol")
-        return dict(answer["ready"])
+        return dict(message["ready"])
 
     def go(self) -> float:
-        """Let it do the work once; its seconds."""
+        """Makes the rival do the work once, and returns its seconds."""
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has died, which its answer says
+        with contextlib.suppress(OSError):  # the process has ended, which the next message tells
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
         try:
-            return float(self._answer()["seconds"])
+            return float(self._read_message()["seconds"])
         except (KeyError, TypeError, ValueError):
             raise self._gone("it does not speak the protocol") from None
 
-    def _answer(self) -> dict[str, Any]:
+    def _read_message(self) -> dict[str, Any]:
         try:
             line = self._lines.get(timeout=self._limit)
         except queue.Empty:
@@ -159,23 +171,23 @@ class Child:
             lines = self._errors.read_text(errors="replace").split("\n")
             last = next((text.strip() for text in reversed(lines) if text.strip()), "no message")
             raise self._gone(f"it ended with status {status}: {last}")
-        try:
-            answer = json.loads(line)
-        except ValueError:
-            answer = None
-        return answer if isinstance(answer, dict) else {}
+        with contextlib.suppress(ValueError):
+            message = json.loads(line)
+            if isinstance(message, dict):
+                return message
+        return {}
 
     def _gone(self, line: str) -> Gone:
         self.close()
         return Gone(" ".join(line.split())[:300])
 
     def close(self) -> None:
-        """End it, also in the middle of its work."""
+        """Ends the process, even in the middle of its work."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
-        self._listener.join(1)  # its own children may hold the pipe for longer
+        self._listener.join(1)  # its children may keep the pipe open
         self._folder.cleanup()

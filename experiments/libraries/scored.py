@@ -20,7 +20,7 @@ from fedjax_pfl.core.scores import ACCURACY
 from fedjax_pfl.report import text_tables
 from fedjax_pfl.simulation.rounds import make_rounds
 
-CLIENTS, OWN, TRAIN, TEST, BATCH, RATE = 10, 4, 10, 33, 20, 0.1
+CLIENTS, CLASSES_PER_CLIENT, TRAIN, TEST, BATCH, RATE = 10, 4, 10, 33, 20, 0.1
 STAGES = ("before", "after")
 Accuracies = dict[str, list[float]]  # by stage: mean over clients for each seed
 Results = dict[str, Any]  # rounds, seeds, commits; ours by method; theirs by library and method
@@ -33,20 +33,24 @@ def work(norm: bool, seed: int) -> Arrays:
     source, rng = load_digits(), np.random.default_rng(seed)
     x, y = (source.data / 16).astype(np.float32), source.target
     per_class = TRAIN + TEST
-    holders = {c: [(c - j) % CLIENTS for j in range(OWN)] for c in range(CLASSES)}
-    places: dict[int, dict[str, list[int]]] = {i: {"": [], "test_": []} for i in range(CLIENTS)}
+    holders = {c: [(c - j) % CLIENTS for j in range(CLASSES_PER_CLIENT)] for c in range(CLASSES)}
+    rows_by_client: dict[int, dict[str, list[int]]] = {
+        i: {"": [], "test_": []} for i in range(CLIENTS)
+    }
     for c, owners in holders.items():
-        indices = rng.permutation(np.flatnonzero(y == c))[: per_class * OWN].reshape(OWN, per_class)
+        indices = rng.permutation(np.flatnonzero(y == c))[: per_class * CLASSES_PER_CLIENT].reshape(
+            CLASSES_PER_CLIENT, per_class
+        )
         for i, rows in zip(owners, indices, strict=True):
-            places[i][""] += rows[:TRAIN].tolist()
-            places[i]["test_"] += rows[TRAIN:].tolist()
+            rows_by_client[i][""] += rows[:TRAIN].tolist()
+            rows_by_client[i]["test_"] += rows[TRAIN:].tolist()
     arrays: Arrays = {}
     for prefix in ("", "test_"):
-        rows = np.array([places[i][prefix] for i in range(CLIENTS)])
+        rows = np.array([rows_by_client[i][prefix] for i in range(CLIENTS)])
         arrays |= {f"{prefix}x": x[rows], f"{prefix}y": y[rows]}
     variables = dict(Net(norm).init(jax.random.key(seed), jnp.zeros((1, x.shape[1]))))
     return arrays | {
-        f"start/{n}": np.asarray(v) for n, v in ours.named(variables["params"]).items()
+        f"start/{n}": np.asarray(v) for n, v in ours.to_pytorch(variables["params"]).items()
     }
 
 

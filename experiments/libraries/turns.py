@@ -13,7 +13,7 @@ class Turn(NamedTuple):
     """One timing of the library, and of a rival right after it."""
 
     ours: float  # seconds
-    who: str  # name of the rival; "" if there is none
+    rival: str  # name of the rival; "" if there is none
     theirs: float | None  # seconds of the rival
     peak: float  # FLOP/s of the machine, right after
     few: float | None = None  # seconds with few clients, mean of right before and right after
@@ -39,7 +39,7 @@ def take(
     Args:
       ours: Runs the library once and returns seconds.
       rivals: The same for each rival, by name.
-      peak: Returns the FLOP/s that the peak_now reaches now.
+      peak: Returns the FLOP/s that the machine reaches now.
       repeats: Number of turns.
       few: Runs the library with few clients and returns seconds.
 
@@ -61,7 +61,7 @@ def take(
             turns.append(
                 Turn(
                     ours=our_seconds,
-                    who=rival if rival_seconds is not None else "",
+                    rival=rival if rival_seconds is not None else "",
                     theirs=rival_seconds,
                     peak=peak_now,
                     few=statistics.mean(few_seconds) if few_seconds else None,
@@ -70,9 +70,9 @@ def take(
     return turns, failures
 
 
-def faster(turns: Sequence[Turn], who: str) -> Ratio:
+def faster(turns: Sequence[Turn], rival: str) -> Ratio:
     """Returns seconds of a rival divided by seconds of the library in the same turn."""
-    ratios = [turn.theirs / turn.ours for turn in turns if turn.who == who and turn.theirs]
+    ratios = [turn.theirs / turn.ours for turn in turns if turn.rival == rival and turn.theirs]
     return _ratio(ratios)
 
 
@@ -105,10 +105,10 @@ def summary(turns: Sequence[Turn], client_steps: int, operations: float) -> dict
 
     share = [_round(value) for value in of_peak(turns, operations)]
     entries = {"ours": entry([turn.ours for turn in turns], share_of_peak=share)}
-    for rival in dict.fromkeys(turn.who for turn in turns if turn.who):
+    for rival in dict.fromkeys(turn.rival for turn in turns if turn.rival):
         ratio = faster(turns, rival)
         entries[rival] = entry(
-            [turn.theirs for turn in turns if turn.who == rival and turn.theirs],
+            [turn.theirs for turn in turns if turn.rival == rival and turn.theirs],
             times_faster=_round(ratio.median),
             range=[_round(ratio.low), _round(ratio.high)],
         )
@@ -177,12 +177,12 @@ TARGETS = {
     "gpu": [("lenet-10", "torch", 10.0), ("lenet-100", "torch", 30.0),
             ("pfedla", "fl_bench", 10.0), ("pfedhn", "pfedhn", 10.0)],
 }  # fmt: skip
-_APART, _COMPILE = 0.10, 15.0
+_STEP_TOLERANCE, _COMPILE_SECONDS = 0.10, 15.0
 _MOST_OTHERS = 0.25  # fraction of the cores that other processes may use
 
 
 def busy(item: Mapping[str, Any], cores: float) -> bool:
-    """Returns True if other processes count the machine before or after a workload."""
+    """Returns True if other processes used the machine before or after a workload."""
     cores_used = [count for count in item.get("cores_of_others", ()) if count is not None]
     if cores_used:
         return max(cores_used) > _MOST_OTHERS * cores
@@ -190,7 +190,7 @@ def busy(item: Mapping[str, Any], cores: float) -> bool:
 
 
 def targets(results: Mapping[str, Any], names: Mapping[str, str]) -> Table:
-    """Returns a table of the targets of a backend: is_met, missed or not measured.
+    """Returns a table of the targets of a backend: met, missed or not measured.
 
     Measurements on a busy machine count as not measured.
     """
@@ -204,11 +204,11 @@ def targets(results: Mapping[str, Any], names: Mapping[str, str]) -> Table:
         rows.append([target, value, verdict])
 
     backend = results["machine"]["backend"]
-    for item, who, times in TARGETS.get(backend, ()):
+    for item, rival, times in TARGETS.get(backend, ()):
         item_results = results["items"].get(item, {})
-        ratio = item_results.get("who", {}).get(who, {}).get("times_faster")
+        ratio = item_results.get("who", {}).get(rival, {}).get("times_faster")
         row(
-            f"{backend.upper()}, {item}: {times:g} x {names[who]}",
+            f"{backend.upper()}, {item}: {times:g} x {names[rival]}",
             "" if ratio is None else f"{ratio:.2f} x",
             None if ratio is None else ratio >= times,
             item_results,
@@ -216,18 +216,19 @@ def targets(results: Mapping[str, Any], names: Mapping[str, str]) -> Table:
     large = results["items"].get("lenet-1000", {})
     ratio_with_few = large.get("step_beside_few")
     gap = abs(ratio_with_few[0] - 1) if ratio_with_few else None
+    percent = f"{100 * _STEP_TOLERANCE:.0f} %"
     row(
-        f"same time per client step with 1,000 and 10 clients, within {100 * _APART:.0f} %",
+        f"same time per client step with 1,000 and 10 clients, within {percent}",
         "" if gap is None else f"{100 * gap:.0f} % apart",
-        None if gap is None else gap <= _APART,
+        None if gap is None else gap <= _STEP_TOLERANCE,
         large,
     )
     for name in ("pfedla", "pfedhn", "fedmn", "factorized_fl"):
         seconds = results["compile_seconds"].get(name)
         row(
-            f"default configuration of {name} compiles in {_COMPILE:g} s",
+            f"default configuration of {name} compiles in {_COMPILE_SECONDS:g} s",
             "" if seconds is None else f"{seconds:.1f} s",
-            None if seconds is None else seconds < _COMPILE,
+            None if seconds is None else seconds < _COMPILE_SECONDS,
             results.get("compile", {}),
         )
     return Table("Targets and results.", ["measured", ""], rows)

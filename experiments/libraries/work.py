@@ -1,4 +1,4 @@
-"""Workloads of the benchmark: this library's program, cost of a step, peak of the machine."""
+"""Workloads of the benchmark, as programs of this library, and the peak of the machine."""
 
 import math
 import os
@@ -21,12 +21,12 @@ from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation import execution_plan
 
 SHAPE = (32, 32, 3)
-_SIDE = {"cpu": 2048}  # of the product that says what the machine can do
-_LARGE = 8192
+_SIDE = {"cpu": 2048}  # side of the matrices that measure the peak, by backend
+_LARGE = 8192  # on other backends
 
 
 class Work(NamedTuple):
-    """One item: rounds of an algorithm on images of 32x32x3 with ten classes."""
+    """A workload: rounds of an algorithm on 32x32x3 images with ten classes."""
 
     about: str
     network: str = "lenet"
@@ -34,17 +34,17 @@ class Work(NamedTuple):
     cohort: int = 10
     examples: int = 640  # of each client
     epochs: int = 1
-    local_steps: int | None = None  # in place of epochs
+    local_steps: int | None = None  # instead of epochs
     batch: int = 32
     rate: float = 0.01
     rounds: int = 1
     seeds: int = 1  # in one program
     algorithm: str = "fedavg"
-    settings: Mapping[str, Any] = {}  # others of ours
+    settings: Mapping[str, Any] = {}  # other settings of this library
 
     @property
     def client_steps(self) -> int:
-        """Gradient steps on clients, in all."""
+        """Total gradient steps of all clients."""
         steps = self.local_steps or self.epochs * -(-self.examples // self.batch)
         return self.seeds * self.rounds * self.cohort * steps
 
@@ -105,22 +105,22 @@ WORKS = {
 
 
 class Ours(NamedTuple):
-    """A compiled item of work."""
+    """A compiled workload."""
 
-    run: Callable[[], None]  # once
+    run: Callable[[], None]  # runs the next rounds
     compile_seconds: float
     parameters: int
-    flops: float  # of one step of one client, by formula
+    flops: float  # of one client step, by formula
     plan: str
 
 
 def configured(work: Work) -> ConfigDict:
-    """An item of work as settings of ours."""
+    """Returns a workload as settings of this library."""
     return configuration.complete(
         {
             "algorithm": work.algorithm,
             "dataset": "synthetic",
-            # One more for each client, its test example: what is trained on are full batches.
+            # One more per client, for testing, so that training has full batches.
             "synthetic": {
                 "shape": SHAPE,
                 "examples": work.clients * (work.examples + 1),
@@ -144,7 +144,7 @@ def configured(work: Work) -> ConfigDict:
 
 
 def ours(work: Work) -> Ours:
-    """Compile an item of work."""
+    """Compiles a workload."""
     built = build(*sweep_settings.expand(configured(work)).values())
     (phase,) = built.phases
     rounds = phase.rounds
@@ -158,8 +158,8 @@ def ours(work: Work) -> Ours:
     run = rounds.run.lower(key, state, arrays, place(t), n).compile()
     seconds = time.perf_counter() - began
 
-    def once() -> None:
-        """The rounds that follow: each turn samples other clients."""
+    def run_next() -> None:
+        """Runs the next rounds, with newly sampled clients."""
         nonlocal state, t
         state, _ = run(key, state, arrays, place(t), n)
         t += work.rounds
@@ -168,79 +168,78 @@ def ours(work: Work) -> Ours:
     _check(built.data, work)
     network = configuration.MODELS[work.network](outputs=10)
     return Ours(
-        once,
-        seconds,
-        parameters(network),
-        work.batch * flops(network),
-        execution_plan.describe(phase.plan, work.cohort, phase.inputs.devices),
+        run=run_next,
+        compile_seconds=seconds,
+        parameters=parameters(network),
+        flops=work.batch * flops(network),
+        plan=execution_plan.describe(phase.plan, work.cohort, phase.inputs.devices),
     )
 
 
 def _check(arrays: FederatedData, work: Work) -> None:
-    """Every client has as many examples as the item says."""
+    """Raises ValueError if a client has another number of examples than the workload."""
     sizes = {int(size) for size in arrays.train.size}
     if sizes != {work.examples}:
         raise ValueError(f"clients have {sizes} examples, and not {work.examples}")
 
 
 def parameters(network: Any) -> int:
-    """Numbers that are trained."""
+    """Returns the number of trained parameters."""
     shapes = jax.eval_shape(network.init, jax.random.key(0), jnp.zeros((1, *SHAPE)))
     return trees.size(shapes["params"])
 
 
 def flops(network: Any) -> float:
-    """Of a training step, for each example, in convolutions and fully connected layers.
+    """Returns the operations of a training step per example, by formula.
 
-    Two for each multiplication and addition; forward, then as many for the gradient of the weights
-    and of what comes in, but for the images, which need none. What is normalised, pooled, added and
-    copied is not counted.
+    Counts convolutions and fully connected layers only, with two operations per product. The
+    gradients of weights and of inputs cost as much as the forward pass; the images need none.
     """
-    each: list[int] = []
+    products: list[int] = []
 
-    def note(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    def count(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         out = call(*args, **kwargs)
         if isinstance(context.module, (nn.Conv, nn.Dense)):
             kernel = context.module.variables["params"]["kernel"]
-            each.append(math.prod(out.shape[1:-1]) * math.prod(kernel.shape))
+            products.append(math.prod(out.shape[1:-1]) * math.prod(kernel.shape))
         return out
 
-    with nn.intercept_methods(note):
+    with nn.intercept_methods(count):
         jax.eval_shape(network.init, jax.random.key(0), jnp.zeros((1, *SHAPE)))
-    return 2.0 * (3 * sum(each) - each[0])
+    return 2.0 * (3 * sum(products) - products[0])
 
 
 def peak() -> float:
-    """FLOP/s of a float32 product, on all devices at once; the best of two."""
+    """Measures the FLOP/s of a float32 matrix product on all devices at once; the best of three."""
     side = _SIDE.get(jax.default_backend(), _LARGE)
     devices = jax.devices()
-    pairs = [jax.device_put(jnp.ones((side, side), jnp.float32), device) for device in devices]
+    matrices = [jax.device_put(jnp.ones((side, side), jnp.float32), device) for device in devices]
     best = math.inf
     for _ in range(3):
         began = time.perf_counter()
-        jax.block_until_ready([_product(one) for one in pairs])
+        jax.block_until_ready(list(map(_square, matrices)))
         best = min(best, time.perf_counter() - began)
     return 2 * side**3 * len(devices) / best
 
 
 @jax.jit
-def _product(a: jax.Array) -> jax.Array:
+def _square(a: jax.Array) -> jax.Array:
     return a @ a
 
 
-def others(seconds: float = 1.0) -> float | None:
-    """Cores that others use, while we do nothing; None where the system does not tell.
+def busy_cores(seconds: float = 1.0) -> float | None:
+    """Returns the cores in use by other processes, or None if the system does not tell.
 
-    The load average cannot say: it has our own work of the last minute in it.
+    This process does nothing meanwhile. The load average also contains its own earlier work.
     """
     try:
-        began = _ticks()
+        before = _ticks()
         time.sleep(seconds)
-        ended = _ticks()
+        after = _ticks()
     except (OSError, ValueError, IndexError):
         return None
-    idle, all_ = (b - a for a, b in zip(began, ended, strict=True))
-    return round((1 - idle / all_) * (os.cpu_count() or 1), 2) if all_ else None
+    idle, total = (b - a for a, b in zip(before, after, strict=True))
+    return round((1 - idle / total) * (os.cpu_count() or 1), 2) if total else None
 
 
 def _ticks() -> tuple[int, int]:

@@ -45,7 +45,7 @@ def standing(name, place):
             inside = checkout / "system" if name == "pfllib" else checkout
             shutil.copytree(CHECKOUTS / "torch", inside, dirs_exist_ok=True)
     start = [sys.executable, str(rivals.ADAPTERS / rivals.RIVALS[name].script)]
-    return start, rivals.checked(name, str(checkout))
+    return start, rivals.checkout(name, str(checkout))
 
 
 def adapter(name, place, asked):
@@ -64,7 +64,7 @@ def cases():
 def test_an_adapter_does_the_work_that_is_asked_for(name, asked, tmp_path):
     wanted = spec(asked)
     one = adapter(name, tmp_path, wanted)
-    about = one.ready()
+    about = one.wait_until_ready()
     keys = ("parameters", "client_steps", "batch")
     assert {key: about[key] for key in keys} == {key: wanted[key] for key in keys}
     assert set(about) == {*keys, "versions"}
@@ -78,27 +78,27 @@ def test_another_work_is_refused(name, tmp_path):
     asked = ASKED[name][0]
     for changes in ({"parameters": 5}, {"batch": 13}):
         with pytest.raises(Gone, match="its work is another: "):
-            adapter(name, tmp_path, spec(asked, **changes)).ready()
+            adapter(name, tmp_path, spec(asked, **changes)).wait_until_ready()
     other = "fedavg" if name == "pfedhn" else "clustered_fl"
     with pytest.raises(Gone, match=r"^it(s adapter runs| is) "):
-        adapter(name, tmp_path, spec(asked, algorithm=other)).ready()
+        adapter(name, tmp_path, spec(asked, algorithm=other)).wait_until_ready()
 
 
 @pytest.mark.parametrize("name", ["fl_bench", "pfllib"])
 def test_memory_with_many_clients_who_share_a_pool(name, tmp_path):
     """501 clients have 40 images each of 20,000, so that the last one's are another's."""
     start, path = standing(name, tmp_path)
-    row = many_clients.measure_theirs(start, path, 501, 2, most=4.0, limit=120.0)
+    row = many_clients.measure_library(start, path, 501, 2, most=4.0, limit=120.0)
     assert row["clients"] == 501
     assert 10**7 < row["peak"] < 4 * 2**30
     with pytest.raises(Gone, match=r"^it (ended|needs) "):
-        many_clients.measure_theirs(start, path, 501, 2, most=0.01, limit=120.0)
+        many_clients.measure_library(start, path, 501, 2, most=0.01, limit=120.0)
 
 
 def test_clients_who_share_a_pool_share_files(tmp_path):
     """Sixteen images make two clients' files, and the third client has the first one's."""
     one = adapter("pfllib", tmp_path, spec(FEDAVG, pool=16))
-    one.ready()
+    one.wait_until_ready()
     for part in ("train", "test"):
         first, second, third = (
             Path(one._folder.name, "inside", "dataset", "Cifar10", part, f"{i}.npz")
@@ -112,7 +112,7 @@ def test_clients_who_share_a_pool_share_files(tmp_path):
 def test_clients_who_share_a_pool_have_its_images(tmp_path):
     """Of sixteen: the third client has the first one's eight."""
     one = adapter("fl_bench", tmp_path, spec(FEDAVG, pool=16))
-    one.ready()
+    one.wait_until_ready()
     split = Path(one._folder.name, "inside", "data", "cifar10", "partition.pkl")
     held = [own["train"] for own in pickle.loads(split.read_bytes())["data_indices"]]
     assert held == [[*range(8)], [*range(8, 16)], [*range(8)]]
@@ -122,7 +122,7 @@ def test_clients_who_share_a_pool_have_its_images(tmp_path):
 def test_the_authors_pfedhn_looks_at_one_test_image_and_counts_between_its_steps(tmp_path):
     """The look is no training batch, and a step more of a client would be other work."""
     with pytest.raises(Gone, match="it takes one client in each step"):
-        adapter("pfedhn", tmp_path, spec(PFEDHN, client_steps=16)).ready()
+        adapter("pfedhn", tmp_path, spec(PFEDHN, client_steps=16)).wait_until_ready()
     trainer = tmp_path / "checkout" / "experiments" / "pfedhn" / "trainer.py"
     text = trainer.read_text()
     looked = "loss(*next(iter(nodes.test_loaders[step % num_nodes])))"
@@ -130,7 +130,7 @@ def test_the_authors_pfedhn_looks_at_one_test_image_and_counts_between_its_steps
     check = "assert len(next(iter(nodes.test_loaders[step % num_nodes]))[0]) == 1"
     trainer.write_text(text.replace(looked, f"{looked}\n            {check}"))
     one = adapter("pfedhn", tmp_path, spec(PFEDHN))
-    assert one.ready()["client_steps"] == 15
+    assert one.wait_until_ready()["client_steps"] == 15
     one.close()
 
 
@@ -139,4 +139,4 @@ def test_what_is_not_installed_is_named(tmp_path):
     one.close()
     (tmp_path / "checkout" / "system" / "h5py.py").write_text("raise ImportError")
     with pytest.raises(Gone, match=r"it needs h5py, which .* has not"):
-        adapter("pfllib", tmp_path, spec(FEDAVG)).ready()
+        adapter("pfllib", tmp_path, spec(FEDAVG)).wait_until_ready()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments import agree
-from experiments.libraries import judged, ours, rivals
+from experiments.libraries import ours, rivals
 from experiments.libraries.methods import METHODS, Theirs
 
 # FedAvg by NumPy; its `faster` is how much faster than the others the second client trains.
@@ -61,7 +61,7 @@ def stand_in(tmp_path, monkeypatch):
     (tmp_path / "agree_pfllib.py").write_text(STAND_IN)
     monkeypatch.setattr(rivals, "ADAPTERS", tmp_path)
     side = agree.Side("pfllib", [sys.executable], str(tmp_path), 120.0)
-    return lambda name: agree.compared(side, name)
+    return lambda name: agree.compare_parameters(side, name)
 
 
 @pytest.mark.slow("a program of ours; what a comparison makes of numbers is tested below")
@@ -75,7 +75,7 @@ def test_what_is_the_same_and_what_is_not(stand_in, monkeypatch, tmp_path):
     """Beside the stand-in's own numbers, in the place of ours."""
     side = agree.Side("pfllib", [sys.executable], str(tmp_path), 120.0)
     more = {"rounds": ours.ROUNDS, "rate": ours.RATE}
-    (mine,) = agree.of_theirs(side, [agree.Run("fedavg", ours.work(False), more)])
+    (mine,) = agree.rival_results(side, [agree.Run("fedavg", ours.work(False), more)])
     monkeypatch.setattr(ours, "rounds", lambda name, given: mine)
     other = METHODS["fedavg"]._replace(pfllib=Theirs({"faster": 1.01}, why="it hurries"))
     monkeypatch.setitem(METHODS, "fedavg", other)
@@ -99,10 +99,10 @@ def test_a_gap_by_hand():
         "2/server/b": np.ones(1),
         "2/1/c": np.ones(1),
     }
-    gap = judged.gap({"2/server/a": np.array([4.0, 1.0])}, theirs, 2)
-    assert gap == judged.Gap(0.25, None)
+    gap = agree.gap({"2/server/a": np.array([4.0, 1.0])}, theirs, 2)
+    assert gap == agree.Gap(0.25, None)
     assert gap.worst == 0.25
-    assert judged.Gap(None, None).worst == float("inf")
+    assert agree.Gap(None, None).worst == float("inf")
 
 
 def test_names_and_shapes_are_those_of_pytorch():

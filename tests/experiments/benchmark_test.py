@@ -33,9 +33,9 @@ def test_cores_that_others_use(monkeypatch):
     monkeypatch.setattr(work.os, "cpu_count", lambda: 4)
     ticks = iter([(1000, 2000), (1150, 2200)])
     monkeypatch.setattr(work, "_ticks", lambda: next(ticks))
-    assert work.others(0.0) == 1.0
+    assert work.busy_cores(0.0) == 1.0
     monkeypatch.setattr(work, "_ticks", lambda: (0, 0))
-    assert work.others(0.0) is None
+    assert work.busy_cores(0.0) is None
 
 
 def test_operations_by_hand():
@@ -80,7 +80,7 @@ GOOD = """
 
 def test_a_child_answers_each_time(tmp_path):
     one = child(tmp_path, GOOD)
-    assert one.ready() == {"n": 3}
+    assert one.wait_until_ready() == {"n": 3}
     assert [one.go(), one.go()] == [0.25, 0.5]
     one.close()
     one.close()
@@ -100,7 +100,7 @@ def test_a_child_answers_each_time(tmp_path):
 def test_a_child_that_is_not_ready(tmp_path, code, line):
     one = child(tmp_path, code)
     with pytest.raises(Gone) as caught:
-        one.ready()
+        one.wait_until_ready()
     assert str(caught.value) == line
     assert one._process.returncode is not None
 
@@ -116,7 +116,7 @@ def test_a_child_that_is_not_ready(tmp_path, code, line):
 )
 def test_a_child_that_fails_at_work(tmp_path, code, line):
     one = child(tmp_path, f"print('{{\"ready\": {{}}}}', flush=True)\n{code}")
-    one.ready()
+    one.wait_until_ready()
     with pytest.raises(Gone) as caught:
         one.go()
     assert line in str(caught.value)
@@ -125,7 +125,7 @@ def test_a_child_that_fails_at_work(tmp_path, code, line):
 def test_a_child_that_hangs_is_ended(tmp_path):
     one = child(tmp_path, "time.sleep(600)", limit=0.5)
     with pytest.raises(Gone, match=r"^no answer in 0.5 s; --limit gives it longer$"):
-        one.ready()
+        one.wait_until_ready()
     assert one._process.returncode is not None
 
 
@@ -142,15 +142,15 @@ def test_our_side_of_the_protocol(tmp_path):
         child.serve(prepare)
     """
     one = child(tmp_path, ready)
-    assert (one.ready(), one.go()) == ({"n": 3}, 1.5)
+    assert (one.wait_until_ready(), one.go()) == ({"n": 3}, 1.5)
     one.close()
     with pytest.raises(Gone, match=r"it cannot be imported by .*: No module named 'nothing_such'"):
-        child(tmp_path, ready.replace('print("noise")', "import nothing_such")).ready()
+        child(tmp_path, ready.replace('print("noise")', "import nothing_such")).wait_until_ready()
     lacks = ready.replace(
         'print("noise")', 'child.checkout({"checkout": "."}, "json", "no_a", "no_b")'
     )
     with pytest.raises(Gone, match=r"it needs no_a, no_b, which .* has not"):
-        child(tmp_path, lacks).ready()
+        child(tmp_path, lacks).wait_until_ready()
 
 
 # The command.
@@ -163,7 +163,7 @@ def test_errors_are_one_line(tmp_path):
     assert benchmark.select_workloads(["compile", "mlp"]) == ["mlp", "compile"]
     laid = ["layouts-lenet", "layouts-resnet9", "layouts-mlp"]
     assert benchmark.select_workloads([]) == [*work.WORKS, *laid, *benchmark.PROFILES, "compile"]
-    line = message(rivals.checked, "pfedhn", str(tmp_path))
+    line = message(rivals.checkout, "pfedhn", str(tmp_path))
     assert line.endswith("is no checkout of AvivSham/pFedHN: no experiments/pfedhn/trainer.py")
     assert message(rivals.python, "fedjax_python", "no/python") == (
         "--fedjax_python=no/python is no program"
@@ -294,7 +294,7 @@ def test_a_command_with_a_wrong_item():
 def test_an_item_without_rivals_but_one_that_lacks_something(monkeypatch, capsys, tmp_path):
     """End to end: the settings stand for the work that is named, and a rival's reason is told."""
     monkeypatch.setattr(work, "peak", lambda: 1e9)
-    monkeypatch.setattr(work, "others", lambda: 0.5)
+    monkeypatch.setattr(work, "busy_cores", lambda: 0.5)
     script = tmp_path / "fake.py"
     script.write_text("""print('{"lacks": "a GPU"}')""")
     commands = {"fl_bench": ([sys.executable, str(script)], None)}
@@ -384,12 +384,12 @@ def test_the_loop_does_as_many_steps():
     start = [sys.executable, str(rivals.ADAPTERS / "torch_loop.py")]
     size = work.parameters(MLP())
     one = Child(start, TINY.spec(size), 60.0)
-    about = one.ready()
+    about = one.wait_until_ready()
     assert (about["parameters"], about["client_steps"], about["batch"]) == (size, 8, 4)
     assert one.go() > 0
     one.close()
     with pytest.raises(Gone, match=r"its work is another: .* where 9 steps of 4 on 616610 are"):
-        Child(start, {**TINY.spec(size), "client_steps": 9}, 60.0).ready()
+        Child(start, {**TINY.spec(size), "client_steps": 9}, 60.0).wait_until_ready()
 
 
 def test_nothing_of_the_project_is_in_the_way_of_a_checkout():

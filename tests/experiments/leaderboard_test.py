@@ -170,9 +170,9 @@ def test_a_line_is_made_once_and_read_afterwards(tmp_path, monkeypatch):
     column = leaderboard.Column("iris-n3", 2, 1)
     each = leaderboard.configured(column, ["fedavg"])
     (trial,) = leaderboard.plan(each, 2)
-    assert leaderboard.played(trial, 2, tmp_path, only_show=True) == {}
-    made = leaderboard.played(trial, 2, tmp_path)
+    assert leaderboard.run_trial(trial, 2, tmp_path, only_show=True) == {}
+    made = leaderboard.run_trial(trial, 2, tmp_path)
     assert (made["seeds"], made["points"]) == ([100, 101], 2)
     assert made["after"]["mean"] > 0.2
     monkeypatch.setattr(choice, "score", lambda run: 0.0)  # the first is chosen then, not run again
-    assert leaderboard.played(trial, 2, tmp_path, only_show=True)["points"] == 2
+    assert leaderboard.run_trial(trial, 2, tmp_path, only_show=True)["points"] == 2

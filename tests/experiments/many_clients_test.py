@@ -94,7 +94,7 @@ def test_each_is_a_process_and_is_measured_once(tmp_path, monkeypatch, capsys):
         return {"clients": clients, "peak": 2**31}
 
     flag["pfllib"], flag["clients"] = str(CHECKOUTS / "pfllib"), ["10000", "1000", "100"]
-    monkeypatch.setattr(many_clients, "measure_theirs", there)
+    monkeypatch.setattr(many_clients, "measure_library", there)
     monkeypatch.setattr(many_clients.rivals, "commit", lambda path: "d832e76")
     for _ in range(2):  # it ends with the first number that it cannot do
         many_clients.main(sys.argv[:1])

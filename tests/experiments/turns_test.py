@@ -50,7 +50,7 @@ def test_turns_alternate_and_whoever_ends_is_left_out():
     mine_first = ["ours", "peak"]
     assert seen == 2 * [*mine_first, "mortal", *mine_first, "other"] + [*mine_first, "other"]
     assert gone == {"mortal": "it died"}
-    assert [turn.who for turn in taken] == ["mortal", "other", "", "other", "other"]
+    assert [turn.rival for turn in taken] == ["mortal", "other", "", "other", "other"]
     assert {turn.peak for turn in taken} == {7.0}
     few = iter([2.0, 4.0, 6.0, 6.0])
     alone, _ = turns.take(mine, {}, lambda: 7.0, 2, lambda: next(few))
