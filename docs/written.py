@@ -208,7 +208,7 @@ def cells(name: str, columns: str, *rows: str) -> str:
       *rows: Its rows. Default: all; a line then names those that were not run.
     """
     chosen = columns.split(",")
-    table = text_tables.markdown(agreement.beside(RESULTS, TABLES, name, chosen, rows))
+    table = text_tables.markdown(agreement.comparison(RESULTS, TABLES, name, chosen, rows))
     missing = [] if rows else agreement.not_run(RESULTS, TABLES, name, chosen)
     return f"{table}\n\nNot run: {', '.join(missing)}." if missing else table
 

@@ -52,7 +52,7 @@ def gap(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], t: int
 
     Args:
       ours: Parameters of this library by ROUND/OWNER/NAME.
-      theirs: Parameters of the other library, likewise.
+      theirs: Parameters of the other library, by the same names.
       t: Number of rounds.
     """
 

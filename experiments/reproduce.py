@@ -7,11 +7,11 @@ python -m experiments.reproduce --table=pfedla/table1 --scale=full --only_show
 python -m experiments.reproduce --record --out=runs/full          records finished runs
 python -m experiments.reproduce --summary                         counts the cells that agree
 
---scale=quick takes few rounds and one seed, and the embedded digits if a column's data are missing
-or its network is too large. --scale=full takes the published settings and three seeds, each with
-its own partition. Settings that are not as published are printed below the table. --cells takes
-rows and columns, with * for anything: pfedla, cifar10-n10, pfedla/cifar10-n10. Runs in --out are
-found by their settings.
+--scale=quick takes few rounds and one seed. It uses the embedded digits if a column's data are
+missing or its network is too large. --scale=full takes the published settings and three seeds,
+each with its own partition. Settings that are not as published are printed below the table. --cells
+takes rows and columns, with * for anything: pfedla, cifar10-n10, pfedla/cifar10-n10. Runs in --out
+are found by their settings.
 """
 
 import contextlib
@@ -128,8 +128,9 @@ def _select_cells(table: Table, options: Options) -> list[Cell]:
     ]
     for pattern in patterns:
         if not any(_fits(cell_names, pattern) for cell_names in names):
-            known = [*(name for each in names for name in each), *(cell.row for cell in all_cells)]
-            raise UsageError(f"no cell is {pattern!r}{configuration.suggestion(pattern, known)}")
+            valid = [name for cell_names in names for name in cell_names]
+            valid += [cell.row for cell in all_cells]
+            raise UsageError(f"no cell is {pattern!r}{configuration.suggestion(pattern, valid)}")
     if not patterns:
         return all_cells
     return [
@@ -231,7 +232,7 @@ def tables(table: Table, places: Sequence[Place]) -> list[text_tables.Table]:
     for column in dict.fromkeys(place.plan.cell.column for place in shown_places):
         column_places = [place for place in shown_places if place.plan.cell.column == column]
         measure, second_measure = table.measures(column)
-        second_head = [table.beside] if second_measure else []
+        second_head = [table.second] if second_measure else []
         heads = ["published", "ours", "gap", "seeds", *second_head, "remark"]
         rows, variants = list[list[str]](), list[list[str]]()
         for place in column_places:
@@ -271,8 +272,10 @@ def differences(plan: Sequence[Plan]) -> list[str]:
     for item in plan:
         if item.config is None:
             continue
-        both = (item.published, item.config)
-        old, new = (dict(report.flatten(configuration.resolve(config))) for config in both)
+        old, new = (
+            dict(report.flatten(configuration.resolve(config)))
+            for config in (item.published, item.config)
+        )
         for key in old.keys() & new.keys() - NOT_COMPARED:
             if old[key] != new[key]:
                 run_values, published = values.setdefault(key, ({}, {}))
@@ -302,9 +305,8 @@ def remarks(options: Options, table: Table, places: Sequence[Place]) -> Iterator
         )
     blocked = [place.plan for place in places if place.plan.message and not place.runs]
     for message in dict.fromkeys(item.message for item in blocked):
-        cells = [
-            f"{other.cell.row}/{other.cell.column}" for other in blocked if other.message == message
-        ]
+        plans_of_message = [item for item in blocked if item.message == message]
+        cells = [f"{item.cell.row}/{item.cell.column}" for item in plans_of_message]
         names = ", ".join(cells) if len(cells) < 4 else f"{len(cells)} cells"
         yield f"{names}: {message}"
 
@@ -322,11 +324,8 @@ def page(options: Options, table: Table, places: Sequence[Place], form: str) -> 
     body = tables(table, places)
     if form == "markdown":
         return "\n\n".join([*head, text_tables.markdown(body), *tail])
-    first_lines, last_lines = (
-        map(text_tables.fill_paragraph, head),
-        map(text_tables.fill_paragraph, tail),
-    )
-    return "\n\n".join([*first_lines, text_tables.text(body), *last_lines])
+    fill = text_tables.fill_paragraph
+    return "\n\n".join([*map(fill, head), text_tables.text(body), *map(fill, tail)])
 
 
 def write(options: Options, table: Table, places: Sequence[Place]) -> None:
@@ -371,14 +370,14 @@ def main(argv: Sequence[str]) -> None:
     """Runs the command line."""
     if len(argv) > 1:
         raise UsageError(f"{argv[1]!r} is no flag; name a table as --table=NAME")
-    given = flags.FLAGS
-    if given.record:
-        return print("\n".join(record.record(TABLES, Path(given.out), agreement.RESULTS)))
-    if given.summary:
-        return print(agreement.summary(agreement.RESULTS, TABLES, given.format))
+    flag_values = flags.FLAGS
+    if flag_values.record:
+        return print("\n".join(record.record(TABLES, Path(flag_values.out), agreement.RESULTS)))
+    if flag_values.summary:
+        return print(agreement.summary(agreement.RESULTS, TABLES, flag_values.format))
     names = {*Options._fields} - {"out", "changes"}
-    options: dict[str, Any] = {name: given[name].value for name in names}
-    sys.exit(reproduce(Options(**options, out=Path(given.out), changes=given.set)))
+    options: dict[str, Any] = {name: flag_values[name].value for name in names}
+    sys.exit(reproduce(Options(**options, out=Path(flag_values.out), changes=flag_values.set)))
 
 
 if __name__ == "__main__":

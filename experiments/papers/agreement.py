@@ -1,15 +1,14 @@
 """Agreement of our cells with the published numbers, counted over cells.json.
 
-The file holds a list `cells` of {"table", "row", "column", "ours", "beside", "partition_seeds",
-"rounds", "published_rounds"}: cells that were run on their own data in the paper's settings, except
-for the number of communication rounds. "ours" and "beside" hold a value per seed in the table's
-unit, "partition_seeds" the seed of each one's partition. `record` writes the file.
+The list `cells` of that file has the cells that were run on their own data in the paper's settings,
+except for the number of rounds. The keys of a cell are "table", "row", "column", "ours", "beside",
+"partition_seeds", "rounds" and "published_rounds". "ours" and "beside" hold a value per seed in the
+table's unit; "partition_seeds" has the seed of each one's partition. `record` writes the file.
 
-A cell agrees if its mean differs from the published one by at most √(s² + t²), where s is the
-published deviation and t ours over at least three seeds. A cell with fewer seeds has no deviation
-to judge by, and is not counted as agreeing or disagreeing. Neither is a cell without a published
-deviation. A deviation over one partition is too small, which makes agreement harder, so such cells
-are judged; the number of partitions stands next to the number of seeds.
+A cell agrees if its mean differs from the published one by at most √(s² + t²). Here s is the
+published deviation, and t ours over at least three seeds. A cell with fewer seeds or without a
+published deviation cannot be judged. A deviation over one partition is too small and makes
+agreement harder, so such cells are judged; the table shows the number of partitions.
 """
 
 import json
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.papers.table import Cell, Published, Table, cells_of, mean_of
-from experiments.papers.table import cell as shown
+from experiments.papers.table import cell as format_cell
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import text_tables
 from fedjax_pfl.simulation.metrics import mean_std
@@ -43,7 +42,7 @@ class RunCell(NamedTuple):
     column: str
     published: Published
     ours: Sequence[float]  # one for each seed
-    beside: Sequence[float]  # the table's second measure, likewise, or empty
+    second: Sequence[float]  # the table's second measure, likewise, or empty
     partitions: int  # how many different partitions the seeds have
     rounds: int
     published_rounds: int
@@ -70,7 +69,7 @@ class RunCell(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """A word for the column "agrees"."""
+        """Returns the text of the column "agrees"."""
         if self.judged:
             return "yes" if self.agrees else "no"
         return "few seeds" if isinstance(self.published, Sequence) else "-"
@@ -91,7 +90,7 @@ def read(folder: Path, tables: Mapping[str, Table]) -> list[RunCell]:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """Returns the file's content; UsageError if it is missing, as in an installed library."""
+    """Returns the content of cells.json; raises UsageError if the folder has none."""
     try:
         return json.loads((folder / CELLS).read_text(encoding="utf-8"))
     except OSError:
@@ -109,7 +108,7 @@ def _run_cell(cell: Mapping[str, Any], tables: Mapping[str, Table]) -> RunCell:
         column=column,
         published=table.published(row, column),
         ours=list(cell["ours"].values()),
-        beside=list(cell.get("beside", {}).values()),
+        second=list(cell.get("beside", {}).values()),
         partitions=len(set(cell["partition_seeds"].values())),
         rounds=cell["rounds"],
         published_rounds=cell["published_rounds"],
@@ -153,16 +152,8 @@ def summary(folder: Path, tables: Mapping[str, Table], form: str = "text") -> st
         f"paper's settings: {full} at the published length, {len(cells) - full} shorter. {judged} "
         f"can be judged, and {sum(cell.agrees for cell in cells)} of them agree. {RULE}"
     )
-    heads = [
-        "published",
-        "full",
-        "shorter",
-        "agree",
-        "above",
-        "median gap",
-        "seeds",
-        "partitions",
-    ]
+    heads = ["published", "full", "shorter", "agree", "above", "median gap"]
+    heads += ["seeds", "partitions"]
     rows = [
         _counts(name, count, [cell for cell in cells if cell.table == name])
         for name, count in published.items()
@@ -173,7 +164,7 @@ def summary(folder: Path, tables: Mapping[str, Table], form: str = "text") -> st
     return f"{text_tables.fill_paragraph(head)}\n\n{text_tables.text(body)}"
 
 
-def beside(
+def comparison(
     folder: Path,
     tables: Mapping[str, Table],
     table: str,
@@ -193,22 +184,22 @@ def beside(
     """
     cells = {(cell.row, cell.column): cell for cell in read(folder, tables) if cell.table == table}
     places = product(rows or tables[table].rows, columns)
-    chosen = [cells[place] for place in places if place in cells]
-    words = {word for cell in chosen for word in (cell.row, cell.column)}
-    if missing := [word for word in (*rows, *columns) if word not in words]:
+    selected = [cells[place] for place in places if place in cells]
+    names = {name for cell in selected for name in (cell.row, cell.column)}
+    if missing := [name for name in (*rows, *columns) if name not in names]:
         raise UsageError(f"no cell of {table} was run in {', '.join(missing)}")
-    second = [tables[table].beside] if all(cell.beside for cell in chosen) else []
+    second = [tables[table].second] if all(cell.second for cell in selected) else []
     heads = ["published", "ours", *second, "seeds", "partitions", "rounds", "agrees"]
     lines, variants = list[list[str]](), list[list[str]]()
-    for cell in chosen:
+    for cell in selected:
         label = f"{cell.row}, {cell.column}" if len(columns) > 1 else cell.row
         part = variants if cell.row in tables[table].variants else lines
         part.append(
             [
                 label,
-                shown(cell.published),
-                shown(mean_std(cell.ours)),
-                *(shown(mean_std(cell.beside)) for _ in second),
+                format_cell(cell.published),
+                format_cell(mean_std(cell.ours)),
+                *(format_cell(mean_std(cell.second)) for _ in second),
                 str(len(cell.ours)),
                 str(cell.partitions),
                 f"{cell.rounds:,} of {cell.published_rounds:,}",

@@ -1,11 +1,12 @@
-"""Keeps finished runs of published cells in experiments/results: numbers, curves, a picture.
+"""Records finished runs of published cells in experiments/results: numbers, curves, a picture.
 
-cells.json gets a cell's numbers by seed, TABLE-full.json every curve, and TABLE-full.png draws it.
-A run belongs to a cell if it has the published settings, except for its rounds, its evaluations,
-its seed and the seed of its partition. A longer run replaces shorter ones; seeds of one length add
-up, and a newer run replaces an older one with the same seed.
+cells.json has a cell's numbers by seed, TABLE-full.json its curves, and TABLE-full.png the picture.
+A run belongs to a cell if it has the published settings, except for rounds, evaluations, and the
+seeds of the run and its partition. A longer run replaces shorter ones. Seeds of one length add up,
+and a new run replaces an older one with the same seed.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,68 +37,81 @@ class CellRuns(NamedTuple):
 def find(table: Table, folder: Path) -> list[CellRuns]:
     """Returns the cells with finished runs in a folder, none of them longer than published.
 
-    Of runs of one seed, one whose partition has the same seed is preferred.
+    Of several runs with one seed it takes the one whose partition has the same seed.
     """
     defaults = run_reader.default_settings()
     runs: dict[str, dict[int, dict[int, run_reader.Run]]] = {}
-    for run in _finished(folder):
+    for run in _finished_runs(folder):
         lengths = runs.setdefault(_key(run.config, defaults), {})
         by_seed = lengths.setdefault(run.metrics[-1]["round"], {})
         if run.seed not in by_seed or run.config.get("partition_seed", 0) == run.seed:
             by_seed[run.seed] = run
-    found = []
+    cell_runs = []
     for cell in cells_of(table):
         config = table.settings(cell.row, cell.column, table.dataset(cell.column), None)
-        plain = run_reader.as_json(configuration.resolve(config))
-        lengths = runs.get(_key(plain, defaults), {})
+        settings = run_reader.as_json(configuration.resolve(config))
+        lengths = runs.get(_key(settings, defaults), {})
         published = sum(phase.rounds for phase in configuration.phases(config))
         longest = max((rounds for rounds in lengths if rounds <= published), default=0)
         if longest:
-            found.append(CellRuns(cell, lengths[longest], longest, published))
-    return found
+            cell_runs.append(CellRuns(cell, lengths[longest], longest, published))
+    return cell_runs
 
 
-def _finished(folder: Path) -> Iterator[run_reader.Run]:
+def _finished_runs(folder: Path) -> Iterator[run_reader.Run]:
     for path in sorted(folder.rglob(run_reader.REPORT)):
-        try:
+        with contextlib.suppress(UsageError):  # damaged, or a page of something else
             yield run_reader.read(path.parent)
-        except UsageError:
-            continue  # damaged, or a page of something else
 
 
 def _key(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
-    whole = result_settings(config, defaults)
-    kept = {key: value for key, value in whole.items() if key not in FREE}
-    phases = [{k: v for k, v in phase.items() if k not in FREE} for phase in kept["phases"]]
-    return json.dumps(kept | {"phases": phases}, sort_keys=True)
+    """Returns a text that is equal for runs of one cell."""
+    settings = {k: v for k, v in result_settings(config, defaults).items() if k not in FREE}
+    phases = [{k: v for k, v in phase.items() if k not in FREE} for phase in settings["phases"]]
+    return json.dumps(settings | {"phases": phases}, sort_keys=True)
 
 
 def record(tables: Mapping[str, Table], folder: Path, results: Path) -> list[str]:
-    """Records all finished runs of a folder and returns a line for each cell."""
-    found = {name: find(table, folder) for name, table in tables.items()}
-    if not any(found.values()):
+    """Records all finished runs of a folder and returns a line for each cell.
+
+    Args:
+      tables: All tables by name.
+      folder: Folder of the runs.
+      results: Folder of the recorded files.
+    """
+    runs_by_table = {name: find(table, folder) for name, table in tables.items()}
+    if not any(runs_by_table.values()):
         raise UsageError(f"{folder} has no finished run of a published cell; see --scale=full")
-    kept = load(results)
-    cells = {(c["table"], c["row"], c["column"]): c for c in kept["cells"]}
+    content = load(results)
+    cells = {(c["table"], c["row"], c["column"]): c for c in content["cells"]}
     order = [(name, c.row, c.column) for name, table in tables.items() for c in cells_of(table)]
-    said: list[str] = []
+    messages: list[str] = []
     try:
-        for name, own in found.items():
-            if own:
-                said += _record(name, tables[name], own, cells, results)
-        kept["cells"] = [cells[place] for place in order if place in cells]
-        (results / CELLS).write_text(_lines("cells", kept), encoding="utf-8")
+        for name, cell_runs in runs_by_table.items():
+            if cell_runs:
+                messages += _record_table(name, tables[name], cell_runs, cells, results)
+        content["cells"] = [cells[place] for place in order if place in cells]
+        (results / CELLS).write_text(_as_text("cells", content), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{results} cannot be written ({error.strerror})") from None
-    return said
+    return messages
 
 
-def _record(
-    name: str, table: Table, found: Sequence[CellRuns], cells: Cells, results: Path
+def _record_table(
+    name: str, table: Table, cell_runs: Sequence[CellRuns], cells: Cells, results: Path
 ) -> Iterator[str]:
+    """Writes curves and picture of a table, updates `cells`, and yields a line for each cell.
+
+    Args:
+      name: Name of the table.
+      table: The table.
+      cell_runs: Its cells with finished runs.
+      cells: Entries of cells.json; changed in place.
+      results: Folder of the recorded files.
+    """
     path = results / f"{name.replace('/', '-')}-full.json"
     curves: Curves = json.loads(path.read_text("utf-8"))["curves"] if path.is_file() else {}
-    for new in found:
+    for new in cell_runs:
         place = (name, new.cell.row, new.cell.column)
         label = "/".join(place[1:])
         old = cells.get(place, {"rounds": 0})
@@ -107,25 +121,32 @@ def _record(
         if old["rounds"] < new.rounds:
             old = {}
             curves.pop(label, None)
-        cells[place] = _numbers(table, place, new, old)
-        own = {str(seed): _curve(run) for seed, run in new.runs.items()}
-        curves[label] = _by_seed(curves.get(label, {}) | own)
+        cells[place] = _cell_entry(table, place, new, old)
+        new_curves = {str(seed): _curve(run) for seed, run in new.runs.items()}
+        curves[label] = _by_seed(curves.get(label, {}) | new_curves)
         yield f"{name} {label}: {new.rounds} rounds, seeds {', '.join(cells[place]['ours'])}"
     about = f"{table.about}; {table.ours}. Curves are accuracy in per cent, a mean over clients."
-    path.write_text(_lines("curves", {"about": about, "curves": curves}), encoding="utf-8")
-    if (sheet := picture.picture(name, table, curves)) is not None:
-        sheet.savefig(path.with_suffix(".png"), dpi=110)
+    path.write_text(_as_text("curves", {"about": about, "curves": curves}), encoding="utf-8")
+    if (figure := picture.picture(name, table, curves)) is not None:
+        figure.savefig(path.with_suffix(".png"), dpi=110)
 
 
-def _numbers(
+def _cell_entry(
     table: Table, place: tuple[str, str, str], new: CellRuns, old: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns a cell's entry, with the seeds of its old entry if that has as many rounds."""
+    """Returns a cell's entry, with the seeds of its old entry if that has as many rounds.
+
+    Args:
+      table: The table.
+      place: Table, row and column of the cell.
+      new: Its new runs.
+      old: Its old entry if it has as many rounds, or {}.
+    """
     entry: dict[str, Any] = dict(zip(("table", "row", "column"), place, strict=True))
     for key, measure in zip(("ours", "beside"), table.measures(new.cell.column), strict=True):
         if measure:
-            own = {str(seed): round(measure(run), 2) for seed, run in new.runs.items()}
-            entry[key] = _by_seed(old.get(key, {}) | own)
+            values = {str(seed): round(measure(run), 2) for seed, run in new.runs.items()}
+            entry[key] = _by_seed(old.get(key, {}) | values)
     partitions = {str(s): run.config.get("partition_seed", 0) for s, run in new.runs.items()}
     entry["partition_seeds"] = _by_seed(old.get("partition_seeds", {}) | partitions)
     return entry | {"rounds": new.rounds, "published_rounds": new.published_rounds}
@@ -136,7 +157,7 @@ def _by_seed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _curve(run: run_reader.Run) -> dict[str, Any]:
-    """Returns a run's numbers at each evaluation, null where there are none, and its totals."""
+    """Returns a run's numbers at each evaluation, None where there are none, and its totals."""
     lines = run.metrics
     curve: dict[str, Any] = {
         key: run.provenance.get(key, "unknown") for key in ("commit", "versions")
@@ -145,24 +166,25 @@ def _curve(run: run_reader.Run) -> dict[str, Any]:
     for stage in run_reader.STAGES:
         if all(line.get(stage) for line in lines):
             curve[stage] = [round(100 * line[stage]["accuracy_mean"], 2) for line in lines]
-    seen = [line.get("observed") or {} for line in lines]
-    for word, value in seen[-1].items():
-        each = [one.get(word) for one in seen]
-        if isinstance(value, Mapping):
-            curve[word] = {name: [one and round(one[name], 3) for one in each] for name in value}
+    observed = [line.get("observed") or {} for line in lines]
+    for name, last in observed[-1].items():
+        values = [line.get(name) for line in observed]
+        if isinstance(last, Mapping):
+            curve[name] = {layer: [v and round(v[layer], 3) for v in values] for layer in last}
         else:
-            curve[word] = [None if one is None else round(one, 4) for one in each]
-    whole = {"best_round": lines[-1].get("best_round"), "megabytes": round(moved(run) / 1e6, 1)}
-    return curve | whole
+            curve[name] = [None if value is None else round(value, 4) for value in values]
+    curve["best_round"] = lines[-1].get("best_round")
+    return curve | {"megabytes": round(moved(run) / 1e6, 1)}
 
 
-def _lines(key: str, whole: Mapping[str, Any]) -> str:
-    """Returns JSON with a line for each item under the key, which is the last one."""
-    each = whole[key]
-    listed = isinstance(each, list)
-    rows = [json.dumps(v) if listed else f"{json.dumps(k)}: {json.dumps(v)}"
-            for k, v in (enumerate(each) if listed else each.items())]  # fmt: skip
-    head = json.dumps({k: v for k, v in whole.items() if k != key})[:-1]
-    begin, end = "[]" if listed else "{}"
+def _as_text(key: str, content: Mapping[str, Any]) -> str:
+    """Returns JSON with a line for each item under `key`, which is the last one."""
+    items = content[key]
+    if isinstance(items, list):
+        brackets, rows = "[]", [json.dumps(value) for value in items]
+    else:
+        brackets = "{}"
+        rows = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in items.items()]
+    head = json.dumps({k: v for k, v in content.items() if k != key})[:-1]
     body = ",\n  ".join(rows)
-    return f"{head},\n {json.dumps(key)}: {begin}\n  {body}\n {end}}}\n"
+    return f"{head},\n {json.dumps(key)}: {brackets[0]}\n  {body}\n {brackets[1]}}}\n"

@@ -72,8 +72,8 @@ def run(
     """
     config.update(seed=seed, rounds=rounds or ROUNDS.value, data_dir=DATA_DIR.value)
     overrides.override(config, SET.value)
-    words = "-".join([name, DATASET.value, f"r{ROUNDS.value}", *SET.value, f"s{seed}"])
-    path = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in words)
+    label = "-".join([name, DATASET.value, f"r{ROUNDS.value}", *SET.value, f"s{seed}"])
+    path = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in label)
     print(f"{path} ...", flush=True)
     return runner.run(config, Path(OUT.value) / path, **components)
 
@@ -89,7 +89,7 @@ def scope(short: Any, paper: Any) -> Any:
     return paper if PAPER.value else short
 
 
-def chosen(rows: Collection[str], short: Sequence[str] = ()) -> list[str]:
+def select_methods(rows: Collection[str], short: Sequence[str] = ()) -> list[str]:
     """Returns the methods of --methods; by default those of `short`, or with --paper all."""
     if unknown := set(METHODS.value) - set(rows):
         raise UsageError(f"this study has no method {', '.join(sorted(unknown))}")
@@ -168,11 +168,11 @@ def main(
     (out / f"{stem}.json").write_text(json.dumps(facts, indent=2) + "\n")
     if figure is not None:
         figure.savefig(out / f"{stem}.png", dpi=110, bbox_inches="tight")
-    print(text_tables.text(shown(numbers)))
+    print(text_tables.text(as_tables(numbers)))
     print(f"\n{out / stem}.json" + ("" if figure is None else f", {stem}.png"))
 
 
-def shown(numbers: Mapping[str, Any]) -> list[Table]:
+def as_tables(numbers: Mapping[str, Any]) -> list[Table]:
     """Returns a study's numbers as tables; groups with the same names share a table."""
     tables: dict[tuple[str, ...], list[list[str]]] = {}
     for path, cells in _rows(numbers, ()):
@@ -194,9 +194,9 @@ def _rows(
         for name, v in numbers.items()
         if isinstance(v, Mapping) and not isinstance(v.get("mean"), int | float)
     }
-    own = {str(name): _cell(value) for name, value in numbers.items() if name not in groups}
-    if own:
-        yield path, own
+    cells = {str(name): _cell(value) for name, value in numbers.items() if name not in groups}
+    if cells:
+        yield path, cells
     for name, group in groups.items():
         yield from _rows(group, (*path, str(name)))
 

@@ -13,22 +13,13 @@ Measure = Callable[[Any], float]  # takes a run that was read, or a runner's res
 Published = float | Sequence[float] | None  # a mean, a mean and its deviation, or no number
 
 
-def _as_it_is(config: ConfigDict) -> None:
-    """Changes nothing."""
-
-
-def _possible(config: ConfigDict) -> str:
-    """Returns no reason: the cell can be run."""
-    return ""
-
-
 class Quick(NamedTuple):
     """The scale that takes minutes on two cores."""
 
     columns: tuple[str, ...]  # columns that are run by default
     rounds: int  # rounds on digits
     light: Mapping[str, int] = {}  # rounds by dataset, for datasets small enough to be used
-    shrink: Callable[[ConfigDict], None] = _as_it_is  # other changes on those datasets
+    shrink: Callable[[ConfigDict], None] = lambda config: None  # changes on those datasets
 
 
 class Table(NamedTuple):
@@ -42,15 +33,15 @@ class Table(NamedTuple):
     # dataset than the column's they are those of a small federation.
     settings: Callable[[str, str, str, int | None], ConfigDict]
     measures: Callable[[str], tuple[Measure, Measure | None]]  # our number and a second, by column
-    beside: str  # name of the second measure
+    second: str  # name of the second measure
     quick: Quick
-    impossible: Callable[[ConfigDict], str] = _possible  # why a cell cannot be run
+    impossible: Callable[[ConfigDict], str] = lambda config: ""  # why a cell cannot be run, or ""
     variants: Sequence[str] = ()  # rows that no paper has: variants of this library
 
     @property
     def reported(self) -> str:
         """Returns "before" or "after": whether `ours` is measured before local training."""
-        return "after" if self.beside == "before" else "before"
+        return "after" if self.second == "before" else "before"
 
     @property
     def columns(self) -> list[str]:
@@ -68,7 +59,7 @@ class Table(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """One place of a table."""
+    """A cell of a table."""
 
     row: str
     column: str
@@ -125,23 +116,23 @@ def moved(run: Any) -> int:
     return run.metrics[-1]["bytes_down"] + run.metrics[-1]["bytes_up"]
 
 
-def among(chosen: Callable[[Mapping[str, Any], int], bool], when: str) -> Measure:
+def accuracy_over(is_counted: Callable[[Mapping[str, Any], int], bool], when: str) -> Measure:
     """Returns the measure "mean accuracy (%) over some clients".
 
     Args:
-      chosen: Takes a client's row and the number of clients; True if the client counts.
+      is_counted: Takes a client's row and the number of clients; True if the client counts.
       when: before or after, at the last evaluation; best_before or best_after, at the one with the
-        best validation score, or the last one without validation examples.
+        best validation score. Without validation examples that is the last one.
     """
     last = when.removeprefix("best_")
 
     def measure(run: Any) -> float:
-        found = [row for row in run.clients if chosen(row, len(run.clients))]
-        own = [row.get(f"{when}_accuracy") for row in found]
-        unknown = (None, "")  # as in a row, and as in a file
+        rows = [row for row in run.clients if is_counted(row, len(run.clients))]
+        missing = (None, "")  # in a row, and in a file
         scores = [
-            row[f"{last}_accuracy"] if score in unknown else score
-            for row, score in zip(found, own, strict=True)
+            row[f"{last}_accuracy"] if score in missing else score
+            for row in rows
+            for score in [row.get(f"{when}_accuracy")]
         ]
         return 100 * float(np.mean(np.array(scores, float)))
 

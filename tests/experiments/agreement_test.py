@@ -90,7 +90,7 @@ def test_cells_are_counted_by_hand(folder):
 
 
 def test_cells_stand_beside_the_published_ones(folder):
-    (shown,) = agreement.beside(folder, TABLES, "paper/table1", ["a", "b"])
+    (shown,) = agreement.comparison(folder, TABLES, "paper/table1", ["a", "b"])
     assert shown.heads == ["published", "ours", "seeds", "partitions", "rounds", "agrees"]
     assert shown.rows == [
         ["fedavg, a", "50.00 ± 3.00", "55.00 ± 4.00", "3", "1", "600 of 600", "yes"],
@@ -100,13 +100,13 @@ def test_cells_stand_beside_the_published_ones(folder):
         ["pfedla, a", "55.00 ± 1.00", "55.00", "1", "1", "60 of 600", "few seeds"],
         ["pfedla, b", "-", "1.00", "1", "1", "600 of 600", "-"],
     ]
-    (some,) = agreement.beside(folder, TABLES, "paper/table1", ["b"], ["pfedla", "local"])
+    (some,) = agreement.comparison(folder, TABLES, "paper/table1", ["b"], ["pfedla", "local"])
     assert [row[0] for row in some.rows] == ["pfedla", "local"]
-    (second,) = agreement.beside(folder, TABLES, "paper/table1", ["b"], ["fedavg"])
+    (second,) = agreement.comparison(folder, TABLES, "paper/table1", ["b"], ["fedavg"])
     assert second.heads[2] == "after"
     assert second.rows[0][3] == "58.00"
     with pytest.raises(UsageError, match="no cell of paper/table1 was run in fedrep, c"):
-        agreement.beside(folder, TABLES, "paper/table1", ["a", "c"], ["local", "fedrep"])
+        agreement.comparison(folder, TABLES, "paper/table1", ["a", "c"], ["local", "fedrep"])
 
 
 def test_rows_that_were_not_run_are_named(folder):

@@ -97,7 +97,7 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
     assert (results / "pfedla-table1-full.png").is_file()
     summary = agreement.summary(results, TABLE)
     assert "76 numbers. 2 were run" in summary  # the variant has no published number
-    (beside,) = agreement.beside(results, TABLE, NAME, ["cifar10-n10"], ["ditto"])
+    (beside,) = agreement.comparison(results, TABLE, NAME, ["cifar10-n10"], ["ditto"])
     assert beside.rows == []
     assert beside.variants == [["ditto", "-", "90.00", "95.00", "1", "1", "10 of 600", "-"]]
     assert "ditto" not in agreement.not_run(results, TABLE, NAME, ["emnist_digits-n10"])

@@ -57,7 +57,7 @@ def test_goes_on_from_what_a_file_has(tmp_path, monkeypatch):
             asked.append(name)
             yield name, FOUND["ours"]["ditto"]
 
-    monkeypatch.setattr(agree, "scored_there", there)
+    monkeypatch.setattr(agree, "rival_accuracies", there)
     monkeypatch.setattr(scored, "rounds", lambda *_: pytest.fail("ours is there"))
     side = agree.Side("pfllib", ["python"], str(tmp_path / "nothing"), 1.0)
     agree.accuracies([side], ["fedavg", "ditto"], 3, 50, str(out))

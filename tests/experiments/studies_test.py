@@ -311,13 +311,13 @@ def test_numbers_are_printed_as_tables():
         "fedavg": {"before": spread, "after": {"mean": 1.0, "std": None, "seeds": 1}},
         "local": {"before": spread, "after": None},
     }
-    first, second = common.shown(numbers)
+    first, second = common.as_tables(numbers)
     assert first.heads == ["alpha", "long"]
     assert first.rows == [["all", "1.25", "9 values, in the file"]]
     assert second.heads == ["before", "after"]
     assert second.rows == [["fedavg", "0.5 ± 0.25", "1"], ["local", "0.5 ± 0.25", "–"]]
     many = {f"n{i}": i for i in range(8)}
-    (table,) = common.shown({"group": many})
+    (table,) = common.as_tables({"group": many})
     assert table.rows[3] == ["group / n3", "3"]
 
 
@@ -341,7 +341,7 @@ def test_a_study_is_short_unless_the_papers_settings_are_asked_for(
 
     def drawn():
         flag_values = [flag.value for flag in FLAGS]
-        seen.append((*flag_values, common.chosen(["beta", "alpha"], ["beta"])))
+        seen.append((*flag_values, common.select_methods(["beta", "alpha"], ["beta"])))
         return {"accuracy": 97.25}, None
 
     monkeypatch.setattr(flags, "FLAGS", copy.deepcopy(flags.FLAGS))
@@ -376,6 +376,6 @@ def test_the_paper_of_pfedhn_sets_dataset_and_clients(name, wanted):
 def test_a_group_may_be_called_mean():
     """As in Factorized-FL's `distance`, where it holds numbers of several kinds of clients."""
     kinds = {"mean": {"same": 1.0, "other": 2.0}, "one": {"mean": 3.0, "std": 0.5}}
-    text = text_tables.text(common.shown({"before": kinds}))
+    text = text_tables.text(common.as_tables({"before": kinds}))
     assert "3 ± 0.5" in text
     assert "same" in text

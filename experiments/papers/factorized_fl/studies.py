@@ -57,12 +57,12 @@ COLOURS = (
 METHODS = (*ROWS, *TABLES["table1"].variants)
 
 
-def config(*words: str, **own: Any) -> ConfigDict:
-    """Returns a preset's settings, with these settings of Factorized-FL."""
+def config(*parts: str, **changes: Any) -> ConfigDict:
+    """Returns the settings of a preset, with changed settings of Factorized-FL."""
     settings = presets.get_config(
-        "-".join([DATASET.value, SETTING.value, f"n{CLIENTS.value}", *words])
+        "-".join([DATASET.value, SETTING.value, f"n{CLIENTS.value}", *parts])
     )
-    settings.factorized_fl.update(own)
+    settings.factorized_fl.update(changes)
     return settings
 
 
@@ -93,7 +93,7 @@ def figure6() -> tuple[dict[str, Any], Figure]:
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     measured: dict[str, Any] = {}
-    for name in common.chosen(METHODS, ("local", "fedavg", "alpha", "beta")):
+    for name in common.select_methods(METHODS, ("local", "fedavg", "alpha", "beta")):
         results = _method(name)
         curve = 100 * np.mean(
             [[m["after"]["accuracy_mean"] for m in r.metrics] for r in results], 0
@@ -172,11 +172,11 @@ def architectures() -> tuple[dict[str, Any], Figure]:
     if DATASET.value != "digits":  # whose 8 pixels are fewer than ResNet9 needs
         networks["with skip connections"] = ("resnet9", {})
     variants = {}
-    for name, (model, settings) in networks.items():
-        for word in ("fedavg", "beta"):
-            settings = variants[f"{name}: {word}"] = config(word)
+    for name, (model, model_settings) in networks.items():
+        for method in ("fedavg", "beta"):
+            settings = variants[f"{name}: {method}"] = config(method)
             settings.model = model
-            settings[model].update(settings)
+            settings[model].update(model_settings)
     return _compare("architectures", variants)
 
 

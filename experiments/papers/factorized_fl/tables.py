@@ -11,8 +11,8 @@ from experiments.papers.table import (
     Quick,
     Table,
     accuracy,
+    accuracy_over,
     after,
-    among,
     moved,
     published,
 )
@@ -21,8 +21,8 @@ from fedjax_pfl.presets import factorized_fl as presets
 
 PUBLISHED = published("factorized_fl")
 _PAPER = PUBLISHED["source"].partition(", table")[0]
-# Rows, as words of a preset and changes of it. The paper bills FedFomo six times FedAvg's bytes;
-# five peers down and one model up are three times as much.
+# Parts of the presets of the rows, and changes of the presets. The paper states six times FedAvg's
+# bytes for FedFomo; five models down and one up are three times as much.
 ROWS: dict[str, dict[str, Any]] = {
     "local": {},
     "fedavg": {},
@@ -38,7 +38,7 @@ DOMAINS = ("household", "food", "trees_flowers", "transport", "animals")
 
 
 def settings(method: str, setting: str, dataset: str, rounds: int | None) -> ConfigDict:
-    """Returns the settings of a row, whose name is words of a preset, on a dataset."""
+    """Returns the settings of a method in a setting of the preset on a dataset."""
     config = presets.get_config(f"{dataset}-{setting}-{method}")
     config.update(ROWS.get(method, {}))
     config.rounds = rounds or config.rounds
@@ -74,23 +74,23 @@ def _measures(column: str) -> tuple[Measure, Measure | None]:
     if kind not in DOMAINS:
         return after, accuracy
 
-    def within(client: Mapping[str, Any], clients: int) -> bool:
-        of = domain_of(clients, len(DOMAINS))
-        return bool(of[int(client["client"])] == DOMAINS.index(kind))
+    def is_in_domain(client: Mapping[str, Any], clients: int) -> bool:
+        domains = domain_of(clients, len(DOMAINS))
+        return bool(domains[int(client["client"])] == DOMAINS.index(kind))
 
-    return among(within, "after"), among(within, "before")
+    return accuracy_over(is_in_domain, "after"), accuracy_over(is_in_domain, "before")
 
 
 TABLES = {
     "table1": Table(
-        f"{_PAPER}, table 1: nine methods",
-        "accuracy in per cent after local training; GB of all clients, both directions",
-        _columns(),
-        _dataset,
-        _settings,
-        _measures,
-        "before",
-        Quick(("cifar10-permuted-noniid",), 10),
+        about=f"{_PAPER}, table 1: nine methods",
+        ours="accuracy in per cent after local training; GB of all clients, both directions",
+        cells=_columns(),
+        dataset=_dataset,
+        settings=_settings,
+        measures=_measures,
+        second="before",
+        quick=Quick(("cifar10-permuted-noniid",), 10),
         variants=("factorized_fl_moved-alpha", "factorized_fl_moved-beta"),
     ),
 }

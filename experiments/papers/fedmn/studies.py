@@ -4,14 +4,13 @@ python -m experiments.studies fedmn grouping --dataset=digits --seeds=3 --rounds
 
 Each has 60 rounds, figure2 the paper's 20; with --paper they have 150 and figure2 has its 20.
 
-figure2   accuracy against the numbers moved: 1 x a x b blocks against MLPs of as many layers under
-          FedAvg; --blocks=8, and with --paper --blocks=8,9,10
+figure2   accuracy against traffic: FedMN with 1 x a x b blocks, FedAvg on MLPs as deep; --blocks=8,
+          and with --paper --blocks=8,9,10
 paths     the routes by which each client is served
 grouping  clients in groups with classes of their own: do routes find the groups?
-conflict  two groups see the same images and number their classes differently: FedMN and FedMN by
-          correlation beside Local, FedAvg and FedPer. --labels=other: there are five classes, and
-          the second group calls class c by c + 5. --labels=next: there are ten, and it calls each
-          class by the name of the next, so that both groups have the same labels
+conflict  two groups see the same images under different labels: FedMN, FedMN by correlation,
+          Local, FedAvg and FedPer. --labels=other: of five classes, class c is c + 5 in the second
+          group. --labels=next: of ten classes, each has the label of the next in the second group
 gates     entropy of the gates and active blocks over the rounds
 """
 
@@ -44,17 +43,17 @@ BLUE, ORANGE = "#0072b2", "#d55e00"
 
 
 def _config(method: str = "fedmn") -> ConfigDict:
-    """Returns a preset of the dataset for so many rounds, FedMN's pre-training included."""
+    """Returns a preset of the dataset for --rounds rounds, pre-training included."""
     return tables.settings(method, DATASET.value, ROUNDS.value)
 
 
 def layouts(blocks: int) -> list[tuple[int, int, int]]:
-    """1 x a x b with so many blocks in all, at least two in each of the last layers."""
+    """Returns layouts 1 x a x b with `blocks` blocks in total, at least two in the last layers."""
     return [(1, a, blocks - 1 - a) for a in range(2, blocks - 2)]
 
 
 def figure2() -> tuple[dict[str, Any], Figure]:
-    """One fully connected encoder and 256 hidden units everywhere, no pre-training."""
+    """Compares FedMN and FedAvg on networks with 256 hidden units, without pre-training."""
     summary: dict[str, Any] = {}
     figure = Figure(figsize=(6.5, 4))
     axis = figure.subplots()
@@ -64,7 +63,7 @@ def figure2() -> tuple[dict[str, Any], Figure]:
             points = []
             for layout in layouts(blocks) if kind == "FedMN" else [None]:
                 config = _config("fedavg" if layout is None else "fedmn")
-                # Both as FedMN trains, so that the network is all that differs.
+                # Both train like FedMN, so that only the network differs.
                 like = _config()
                 config.update(learning_rate=like.learning_rate, learning_rate_drops=())
                 config.update(phases=(), model="mlp", keep_optimizer=False, evaluate_after=False)
@@ -91,19 +90,24 @@ def figure2() -> tuple[dict[str, Any], Figure]:
 
 
 def _last_observation(result: runner.Result, name: str) -> np.ndarray:
-    """[evaluations, clients, gates] of FedMN's phase."""
+    """Returns an observation of the last phase, [evaluations, clients, gates]."""
     return np.stack(result.observations[name][1])
 
 
 def served(pi: np.ndarray, layout: tuple[int, ...]) -> np.ndarray:
-    """bool [clients, gates]: what evaluation opens."""
+    """Returns the gates that evaluation opens, bool [clients, gates]."""
     return np.stack([np.asarray(router.decide(jnp.asarray(z), layout)) for z in logit(pi)])
 
 
 def draw_routes(axis: Axes, gates: np.ndarray, layout: tuple[int, ...]) -> None:
-    """Blocks as dots, a column for each layer and one for the output; open gates as lines.
+    """Draws blocks as dots, a column per layer and one for the output, and open gates as lines.
 
-    Those on a path from an encoder to the output are blue, dead ends are dotted.
+    Gates on a path from an encoder to the output are blue, dead ends are dotted.
+
+    Args:
+      axis: Axes to draw on.
+      gates: Open gates of a client, bool [gates].
+      layout: Blocks per layer.
     """
     sizes = (*layout, 1)
 
@@ -124,7 +128,7 @@ def draw_routes(axis: Axes, gates: np.ndarray, layout: tuple[int, ...]) -> None:
 
 
 def paths() -> tuple[dict[str, Any], Figure]:
-    """The gates with π > ½ of up to twelve clients, at their last visit."""
+    """Draws the gates with π > ½ of up to twelve clients after their last round."""
     config = _config()
     layout = tuple(config.fedmn.layout)
     result = run(config, "preset", 0)
@@ -145,13 +149,13 @@ def paths() -> tuple[dict[str, Any], Figure]:
 
 
 def grouped(pi: np.ndarray, true: np.ndarray) -> float:
-    """Adjusted Rand index of as many average-linkage clusters of π as there are groups."""
+    """Returns the adjusted Rand index of average-linkage clusters of π, as many as groups."""
     clusters = fcluster(linkage(pi, "average"), len(np.unique(true)), "maxclust")
     return float(adjusted_rand_score(true, clusters))
 
 
 def grouping() -> tuple[dict[str, Any], Figure]:
-    """Three groups of four clients; each group has three classes that no other has."""
+    """Clusters π of three groups of four clients, each with three classes of its own."""
     true = np.repeat(np.arange(3), 4)
     config = _config()
     config.update(partition="listed", clients=len(true), evaluate_after=False)
@@ -189,11 +193,13 @@ def grouping() -> tuple[dict[str, Any], Figure]:
 
 
 def contradicting(name: str, data_dir: str | None, per_client: int, labels: str) -> data.Dataset:
-    """Twelve clients, of which the last six call class c by another's name.
+    """Returns the data of twelve clients, the last six with other labels for the same classes.
 
     Args:
-      per_client: examples of a client.
-      labels: `other`: there are five classes, and c is called c + 5; `next`: ten, and c + 1.
+      name: Dataset with the images.
+      data_dir: Folder of datasets.
+      per_client: Examples of a client.
+      labels: other: five classes, c becomes c + 5; next: ten classes, c becomes c + 1.
     """
     source = data.load(name, data_dir)
     rows = np.flatnonzero(source.y_train < {"other": 5, "next": 10}[labels])
@@ -213,14 +219,14 @@ def contradicting(name: str, data_dir: str | None, per_client: int, labels: str)
 
 
 def conflict() -> tuple[dict[str, Any], Figure]:
-    """One model cannot serve both groups: whoever routes them alike is right half of the time."""
+    """Compares methods where one model for both groups is right half of the time."""
     per_client = {"other": 70, "next": 140}[LABELS.value] if DATASET.value == "digits" else 300
     dataset = contradicting(DATASET.value, DATA_DIR.value, per_client, LABELS.value)
     true = np.arange(12) // 6
     summary: dict[str, Any] = {}
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axis = figure.subplots()
-    methods = study.chosen(("local", "fedavg", "fedper", "fedmn", "fedmn_correlation"))
+    methods = study.select_methods(("local", "fedavg", "fedper", "fedmn", "fedmn_correlation"))
     for method, colour in zip(methods, study.COLOURS, strict=False):
         config = _config("plain")
         config.update(algorithm=method, dataset=dataset.name, partition="natural", clients=12)
@@ -256,7 +262,7 @@ def conflict() -> tuple[dict[str, Any], Figure]:
 
 
 def gates() -> tuple[dict[str, Any], Figure]:
-    """Mean entropy of a gate in bits, and mean share of blocks that a client has fetched."""
+    """Plots the mean entropy of a gate in bits, and the mean share of downloaded blocks."""
     config = _config()
     layout = tuple(config.fedmn.layout)
     results = [run(config.copy_and_resolve_references(), "preset", s) for s in range(SEEDS.value)]

@@ -38,8 +38,8 @@ from fedjax_pfl.core.task import classification
 from fedjax_pfl.runs import runner
 
 
-def _config(*words: str, **changes: Any) -> ConfigDict:
-    config = tables.settings(DATASET.value, ROUNDS.value, *words)
+def _config(*parts: str, **changes: Any) -> ConfigDict:
+    config = tables.settings(DATASET.value, ROUNDS.value, *parts)
     config.update(changes)
     return config
 
@@ -92,7 +92,7 @@ def novel() -> tuple[dict[str, Any], Figure]:
         "pfedme": ("after", {"evaluate_after": True}),
     }
     numbers: dict[str, Any] = {}
-    for method in study.chosen(methods, ("pfedhn", "fedavg")):
+    for method in study.select_methods(methods, ("pfedhn", "fedavg")):
         when, changes = methods[method]
         numbers[method] = {}
         for alpha in study.scope((0.1, 1.0), (0.1, 0.25, 0.5, 1.0)):
@@ -144,11 +144,13 @@ def _crossed(result: runner.Result) -> np.ndarray:
 
     @jax.jit
     def score(state: Any, i: jax.Array, j: jax.Array) -> jax.Array:
-        own, client = client_data(data, i), trees.row(state.clients, i)
-        ctx = ClientContext(j, own, jnp.int32(0), key)
+        examples, client = client_data(data, i), trees.row(state.clients, i)
+        ctx = ClientContext(j, examples, jnp.int32(0), key)
         variables = algorithm.personalize(state._replace(clients=()), client, ctx)
         test = Split(data.test.rows[i], data.test.size[i])
-        scores = local_training.evaluate(algorithm.predict, variables, own, test, classification())
+        scores = local_training.evaluate(
+            algorithm.predict, variables, examples, test, classification()
+        )
         return scores.metrics["accuracy"] / scores.examples
 
     n = range(result.federation.clients)

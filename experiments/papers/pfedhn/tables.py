@@ -5,7 +5,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments.papers.table import Measure, Quick, Table, accuracy, among, best, published
+from experiments.papers.table import Measure, Quick, Table, accuracy, accuracy_over, best, published
 from fedjax_pfl.presets import pfedhn as presets
 
 PUBLISHED = published("pfedhn")
@@ -14,10 +14,10 @@ _PAPER = PUBLISHED["source"].partition(", tables")[0]
 _OURS = "accuracy (%) of the served model at the evaluation with the best validation accuracy"
 
 
-def settings(dataset: str, steps: int | None, *words: str) -> ConfigDict:
+def settings(dataset: str, steps: int | None, *parts: str) -> ConfigDict:
     """Returns a preset with `steps` communication steps, or with the paper's number."""
-    more = [f"steps{steps}"] if steps else []
-    return presets.get_config("-".join([dataset, *words, *more]))
+    steps_part = [f"steps{steps}"] if steps else []
+    return presets.get_config("-".join([dataset, *parts, *steps_part]))
 
 
 def sizes(method: str, dataset: str, steps: int | None) -> ConfigDict:
@@ -37,7 +37,7 @@ def _clients(column: str, dataset: str) -> str:
     return column.partition("-")[2] if dataset == _dataset(column) else "n10"
 
 
-def _plain(method: str, column: str, dataset: str, rounds: int | None) -> ConfigDict:
+def _method_settings(method: str, column: str, dataset: str, rounds: int | None) -> ConfigDict:
     return settings(dataset, rounds, _clients(column, dataset), method)
 
 
@@ -62,34 +62,45 @@ def _size(column: str) -> tuple[Measure, Measure]:
     def of_size(client: Mapping[str, Any], n: int) -> bool:
         return int(client["group"]) == group
 
-    return among(of_size, "best_before"), among(of_size, "before")
+    return accuracy_over(of_size, "best_before"), accuracy_over(of_size, "before")
 
 
 def _table(
     name: str,
-    what: str,
-    made: Callable[..., ConfigDict],
+    title: str,
+    settings: Callable[..., ConfigDict],
     columns: tuple[str, ...],
     light: dict[str, int] | None = None,
 ) -> Table:
+    """Returns a table of the paper.
+
+    Args:
+      name: Its name in published.json.
+      title: Its contents, in words.
+      settings: As in `Table`.
+      columns: Columns of the quick scale.
+      light: Rounds by dataset, as in `Quick`.
+    """
     return Table(
-        f"{_PAPER}, table {name[-1]}: {what}",
-        _OURS,
-        PUBLISHED[name]["rows"],
-        _dataset,
-        made,
-        lambda column: (best, accuracy),
-        "last",
-        Quick(columns, _STEPS, light or {}),
+        about=f"{_PAPER}, table {name[-1]}: {title}",
+        ours=_OURS,
+        cells=PUBLISHED[name]["rows"],
+        dataset=_dataset,
+        settings=settings,
+        measures=lambda column: (best, accuracy),
+        second="last",
+        quick=Quick(columns, _STEPS, light or {}),
     )
 
 
 _SIZED = ("cifar10-S", "cifar10-M", "cifar10-L")
 TABLES = {
-    "table1": _table("table1", "eight methods", _plain, ("cifar10-n10",)),
+    "table1": _table("table1", "eight methods", _method_settings, ("cifar10-n10",)),
     "table2": _table("table2", "networks of three sizes", _sizes, _SIZED)._replace(
         ours=f"{_OURS}, over the clients of one size", measures=_size
     ),
-    "table3": _table("table3", "one hidden layer", _plain, ("mnist-n10",), {"mnist": _STEPS}),
+    "table3": _table(
+        "table3", "one hidden layer", _method_settings, ("mnist-n10",), {"mnist": _STEPS}
+    ),
     "table4": _table("table4", "spectral normalisation", _spectral, ("cifar10-n10",)),
 }

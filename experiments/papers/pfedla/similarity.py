@@ -69,27 +69,29 @@ def similarity(
         return jax.nn.softmax(sharpness * layer_cosines(theta, i, layers), axis=-1)
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        params, rest = local_training.split_variables(
+        params, statistics = local_training.split_variables(
             initial_variables(model, federation, key, start)
         )
         momentum = initial_momentum(training, params, federation)
-        clients = {"rest": trees.repeat(rest, n), "momentum": momentum}
+        clients = {"statistics": trees.repeat(statistics, n), "momentum": momentum}
         return State((), trees.repeat(params, n), clients)
 
     def send(state: State, ctx: ClientContext) -> PyTree:
         return mix(state.rows, alpha(state.rows, ctx.i), layers)
 
     def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
-        variables = {"params": payload, **client["rest"]}
+        variables = {"params": payload, **client["statistics"]}
         trained, momentum, metrics = local_sgd(variables, client["momentum"], ctx)
-        params, rest = local_training.split_variables(trained)
-        return ClientResult(params, trained, {"rest": rest, "momentum": momentum}, metrics)
+        params, statistics = local_training.split_variables(trained)
+        return ClientResult(
+            params, trained, {"statistics": statistics, "momentum": momentum}, metrics
+        )
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         return state.server, cohort.put(state.rows, cohort.uploads)
 
     def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:
-        return {"params": send(state, ctx), **client["rest"]}
+        return {"params": send(state, ctx), **client["statistics"]}
 
     def observe(state: State) -> dict[str, jax.Array]:
         return {"alpha": jax.vmap(alpha, (None, 0))(state.rows, jnp.arange(n))}

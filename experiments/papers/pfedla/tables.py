@@ -83,19 +83,19 @@ def _third() -> dict[str, dict[str, Published]]:
 _PAPER = PUBLISHED["source"].partition(", tables")[0]
 _ROUNDS = 20
 _LIGHT = dict.fromkeys(("cifar10", "emnist_digits", "fashion_mnist"), 4)
-_OURS = "accuracy in per cent before local training; which of the two the paper means is not said"
+_OURS = "accuracy in per cent before local training; the paper does not say before or after"
 TABLES = {
     **{
         name: Table(
-            f"{_PAPER}, table {name[-1]}: ten methods, {split}",
-            _OURS,
-            PUBLISHED[name]["rows"],
-            _dataset,
-            partial(_settings, PUBLISHED[name]["partition"]),
-            lambda column: (accuracy, after),
-            "after",
-            Quick(("cifar10-n10",), _ROUNDS, _LIGHT, _shrink),
-            _without_batch_norm,
+            about=f"{_PAPER}, table {name[-1]}: ten methods, {split}",
+            ours=_OURS,
+            cells=PUBLISHED[name]["rows"],
+            dataset=_dataset,
+            settings=partial(_settings, PUBLISHED[name]["partition"]),
+            measures=lambda column: (accuracy, after),
+            second="after",
+            quick=Quick(("cifar10-n10",), _ROUNDS, _LIGHT, _shrink),
+            impossible=_without_batch_norm,
         )
         for name, split in (
             ("table1", "a few random classes per client"),
@@ -103,16 +103,16 @@ TABLES = {
         )
     },
     "table3": Table(
-        f"{_PAPER}, table 3: k retained layers",
-        "accuracy in per cent before local training; MiB of all clients, both directions (the "
+        about=f"{_PAPER}, table 3: k retained layers",
+        ours="accuracy in per cent before local training; MiB of all clients, both directions (the "
         "published ones are those of 75 rounds)",
-        _third(),
-        _dataset,
-        _retained,
-        lambda column: (
+        cells=_third(),
+        dataset=_dataset,
+        settings=_retained,
+        measures=lambda column: (
             (lambda run: moved(run) / 2**20, None) if column.endswith("MiB") else (accuracy, after)
         ),
-        "after",
-        Quick(("cifar10-accuracy", "cifar10-MiB"), _ROUNDS, _LIGHT, _shrink),
+        second="after",
+        quick=Quick(("cifar10-accuracy", "cifar10-MiB"), _ROUNDS, _LIGHT, _shrink),
     ),
 }
