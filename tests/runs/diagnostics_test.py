@@ -1,7 +1,6 @@
-"""Diagnostics on their way from a run's evaluations to its lines, its remarks and its report."""
+"""Tests of diagnostics in the metrics, remarks and report of a run."""
 
 import html
-import json
 
 import numpy as np
 import pytest
@@ -9,14 +8,15 @@ import pytest
 import fedjax_pfl
 from fedjax_pfl.core import diagnostics
 from fedjax_pfl.report import page
+from tests.runs.common import read_metrics
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, write_page):
-    """A rate at which α is one-hot from the first round on; and what was said."""
-    given = {
+    """A run with a learning rate at which α is one-hot from the first round."""
+    settings = {
         "algorithm": "pfedla",
         "pfedla": {"rate": 1e6},
         "dataset": "synthetic",
@@ -28,10 +28,10 @@ def run(tmp_path_factory, write_page):
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page, "write", write_page)
-        return fedjax_pfl.run(given, tmp_path_factory.mktemp("run") / "one")
+        return fedjax_pfl.run(settings, tmp_path_factory.mktemp("run") / "one")
 
 
-def test_each_line_has_the_signs_of_what_was_observed(run):
+def test_metrics_contain_diagnostics_of_the_recorded_arrays(run):
     rounds, alphas = run.observations["alpha"]
     assert [line["round"] for line in run.metrics] == rounds
     for n, line in enumerate(run.metrics):
@@ -45,11 +45,8 @@ def test_each_line_has_the_signs_of_what_was_observed(run):
     assert "moving" not in run.metrics[0]["observed"]
 
 
-def test_what_is_written_and_shown(run):
-    written = (run.directory / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["observed"] for line in written] == [
-        line["observed"] for line in run.metrics
-    ]
+def test_diagnostics_are_written_and_reported(run):
+    assert read_metrics(run.directory) == run.metrics
     assert run.metrics[-1]["dead"] == ["one_hot"]
     (remark,) = run.metrics[-1]["remarks"]
     report = (run.directory / "report.html").read_text()
@@ -58,7 +55,7 @@ def test_what_is_written_and_shown(run):
     assert (run.directory / "figures" / "diagnostics.png").is_file()
 
 
-def test_a_method_without_signs_has_lines_without_them():
-    given = {"dataset": "synthetic", "model": "mlp", "clients": 2, "rounds": 1}
-    (line,) = fedjax_pfl.run({**given, "algorithm": "local"}).metrics
+def test_methods_without_diagnostics():
+    settings = {"dataset": "synthetic", "model": "mlp", "clients": 2, "rounds": 1}
+    (line,) = fedjax_pfl.run({**settings, "algorithm": "local"}).metrics
     assert not {"observed", "dead", "remarks"} & set(line)

@@ -1,7 +1,6 @@
-"""Personal models as files: what comes back scores what the run's own evaluation scores."""
+"""Tests that exported personal models have the scores of the run's evaluation."""
 
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,6 @@ from tests import cases, tiny
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
 
-ROOT = Path(__file__).parents[2]
 BASE = {
     "dataset": "synthetic",
     "synthetic": {"shape": (4, 4, 1), "classes": 3, "examples": 90, "test_examples": 0},
@@ -37,7 +35,7 @@ BASE = {
 NORM = {"model": "small", "small": {"kernels": (2, 3), "dense": (4,), "batch_norm": True}}
 FEDMN = {"layout": (2, 2), "width": 4, "hidden": 4, "x_size": 3, "y_size": 2}
 METHODS = {
-    "fedbn": NORM,  # BatchNorm's statistics are each client's own
+    "fedbn": NORM,  # client-side statistics of BatchNorm
     "fedem": {"fedem": {"components": 2}, "permute_labels": True},
     "fedmn": {"fedmn": FEDMN},
     "factorized_fl": {"factorized_fl": {"rank": 2, "sparsity": 0.1}},
@@ -45,103 +43,98 @@ METHODS = {
         "groups": ({"mlp": {"hidden": (4,)}}, {"mlp": {"hidden": (6, 3)}}),
         "pfedhn": {"width": 4, "depth": 1},
     },
-    "pfedla": {"pfedla": {"hidden": 4, "embedding": 4}},  # small, so that weights are mixed
+    "pfedla": {"pfedla": {"hidden": 4, "embedding": 4}},  # small, to mix weights
     "pfedpara": {},
-    "pfedme": {},  # what is served is trained when it is served
-    "fedproto": {},  # with what no network has beside its variables, some of it no real numbers
+    "pfedme": {},  # trains before it serves
+    "fedproto": {},  # has prototypes, some of them integers
 }
 
 
-def after(rounds, algorithm, **changes):
-    """What a run could have been left with: its first state, and noise on it."""
+def make_result(rounds, algorithm, **changes):
+    """Returns a result whose state is the initial state with noise."""
     settings = configuration.complete({**BASE, "algorithm": algorithm, **changes})
-    built, draw = build(settings), np.random.default_rng(0)
+    built, rng = build(settings), np.random.default_rng(0)
     state = jax.device_get(built.phases[0].rounds.init(jax.random.key(5)))
 
     def noisy(leaf):
         if leaf.dtype.kind != "f":
             return leaf
-        moved = (leaf + 0.3 * draw.normal(size=leaf.shape)).astype(leaf.dtype)
+        moved = (leaf + 0.3 * rng.normal(size=leaf.shape)).astype(leaf.dtype)
         return np.where(leaf > 0, np.abs(moved), moved)  # a variance stays above 0
 
     state = jax.tree.map(noisy, state)
-    plain = json.loads(json.dumps(configuration.resolve(settings)))
-    line = {"round": rounds, "best_round": None}
     return runner.Result(
-        plain,
-        [line],
-        [],
-        ledger.empty(3),
-        state,
-        None,
-        built.phases,
-        built.data,
-        built.federation,
-        None,
-        {},
-        None,
+        config=json.loads(json.dumps(configuration.resolve(settings))),
+        metrics=[{"round": rounds, "best_round": None}],
+        clients=[],
+        ledger=ledger.empty(3),
+        state=state,
+        best=None,
+        phases=built.phases,
+        data=built.data,
+        federation=built.federation,
+        directory=None,
+        observations={},
+        resumed_at=None,
     )
 
 
-def in_the_run(result, state):
-    """Clients' accuracies and losses on their test examples, by the run's evaluation itself."""
+def scores_of_run(result, state):
+    """Returns test accuracies and losses of all clients from the evaluation of the run."""
     phase, t = result.phases[-1], jnp.int32(result.metrics[-1]["round"])
     key, state, data, t = phase.rounds.place((phase.key, state, result.data, t))
-    found = jax.device_get(phase.rounds.evaluate(key, state, data, t)).before
-    return np.stack([found.metrics["accuracy"], found.loss], -1) / found.examples[:, None]
+    scores = jax.device_get(phase.rounds.evaluate(key, state, data, t)).before
+    return np.stack([scores.metrics["accuracy"], scores.loss], -1) / scores.examples[:, None]
 
 
-def by_file(path, result):
-    """The same of one client by its file, and its predictions."""
+def scores_of_file(path, result):
+    """Returns the accuracy and loss of one client's exported model, and its outputs."""
     model, variables = export.load(path)
-    own = examples_of(result, export.describe(path)["client"])
+    examples = examples_of(result, export.describe(path)["client"])
 
     @jax.jit
-    def scored(variables, own):
-        outputs = model.apply(variables, own.x)
-        return (
-            cases.TASK.metrics[0].update(outputs, own.y, None),
-            cases.TASK.loss(outputs, own.y, None),
-            outputs,
-        )
+    def score(variables, examples):
+        outputs = model.apply(variables, examples.x)
+        accuracy = cases.TASK.metrics[0].update(outputs, examples.y, None)
+        return accuracy, cases.TASK.loss(outputs, examples.y, None), outputs
 
-    *each, outputs = scored(variables, own)
-    return [np.mean(one) for one in each], outputs
+    accuracy, loss, outputs = score(variables, examples)
+    return [np.mean(accuracy), np.mean(loss)], outputs
 
 
 @jax.jit
-def _taken(data, i, rows):
+def _take(data, i, rows):
     return take(client_data(data, i), rows, jnp.ones(len(rows), bool))
 
 
 def examples_of(result, i):
-    """A client's test examples, as its model sees them."""
+    """Returns the test examples of a client as inputs of its model."""
     rows = np.asarray(result.data.test.rows)[i][: int(result.data.test.size[i])]
-    return _taken(result.data, np.int32(i), rows)
+    return _take(result.data, np.int32(i), rows)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_files_score_what_the_run_scores(name, tmp_path):
-    result = after(7, name, **METHODS[name])
+def test_exported_models_have_the_scores_of_the_run(name, tmp_path):
+    result = make_result(7, name, **METHODS[name])
     paths = export.write_models(result, tmp_path, [0, 1])
     assert [p.name for p in paths] == ["client-0.safetensors", "client-1.safetensors"]
-    for wanted, path in zip(in_the_run(result, result.state), paths, strict=False):
-        scores, outputs = by_file(path, result)
-        np.testing.assert_allclose(scores, wanted, rtol=2e-6)
+    for expected, path in zip(scores_of_run(result, result.state), paths, strict=False):
+        scores, outputs = scores_of_file(path, result)
+        np.testing.assert_allclose(scores, expected, rtol=2e-6)
         assert np.ptp(outputs) > 0.01
         facts = export.describe(path)
         assert (facts["algorithm"], facts["round"]) == (name, 7)
-    one, other = (b"".join(leaf.tobytes() for leaf in load_file(path).values()) for path in paths)
+    first, second = ([leaf.tobytes() for leaf in load_file(path).values()] for path in paths)
     if name == "fedmn":
         gates = load_file(paths[0])["gates"]
         assert gates.any()
         assert not gates.all()
     else:
-        assert one != other  # they are personal
+        assert first != second  # personal models
 
 
-def test_names_and_facts_of_one_file(tmp_path):
-    result = after(1, "fedavg", dataset="digits", partition="classes", permute_labels=True)
+def test_names_and_metadata_of_a_file(tmp_path):
+    result = make_result(1, "fedavg", dataset="digits", partition="classes", permute_labels=True)
     (path,) = export.write_models(result, tmp_path / "a" / "b", [1])
     assert path == tmp_path / "a" / "b" / "client-1.safetensors"
     flat = load_file(path)
@@ -167,30 +160,30 @@ def test_names_and_facts_of_one_file(tmp_path):
         "shift": np.asarray(result.data.shift).tolist(),
         "label_map": np.asarray(result.data.label_map[1]).tolist(),
     }
-    # An example as it is stored becomes what the model takes, exactly.
+    # Scale and shift convert stored examples to inputs exactly.
     rows = result.data.test.rows[1][:4]
-    ours = result.data.x[rows].astype(np.float32) * np.float32(facts["scale"])
-    ours += np.float32(facts["shift"])
-    np.testing.assert_array_equal(ours, examples_of(result, 1).x[:4])
+    inputs = result.data.x[rows].astype(np.float32) * np.float32(facts["scale"])
+    inputs += np.float32(facts["shift"])
+    np.testing.assert_array_equal(inputs, examples_of(result, 1).x[:4])
     labels = np.asarray(facts["label_map"])[result.data.y[rows]]
     np.testing.assert_array_equal(labels, examples_of(result, 1).y[:4])
 
 
-def test_a_file_says_how_raw_numbers_of_a_table_go_in(tmp_path):
-    result = after(1, "fedavg", dataset="wine")
+def test_metadata_converts_raw_numbers_of_a_table(tmp_path):
+    result = make_result(1, "fedavg", dataset="wine")
     (path,) = export.write_models(result, tmp_path / "models", [0])
     facts, raw = export.describe(path), load("wine").x_train.astype(np.float64)
-    given = (raw * facts["scale"] + facts["shift"]).astype(np.float32)
-    np.testing.assert_allclose(np.sort(given, 0), np.sort(result.data.x, 0), atol=2e-6)
+    inputs = (raw * facts["scale"] + facts["shift"]).astype(np.float32)
+    np.testing.assert_allclose(np.sort(inputs, 0), np.sort(result.data.x, 0), atol=2e-6)
 
 
 @pytest.mark.parametrize("name", algorithms.METHODS)
-def test_what_every_method_predicts_with_can_be_written_down(name):
+def test_the_network_of_every_method_is_restored_from_json(name):
     federation = tiny.federated()[1]._replace(input_shape=(8, 8, 1))
     network = networks.SmallCNN(outputs=3, kernels=(2, 4), batch_norm=True)
     case = cases.CASES[name]
-    made = getattr(algorithms, name)(network, cases.training(), federation, **case.settings)
-    net = made.predict.__self__
-    plain = json.loads(json.dumps(network_json.to_json(net)))
-    again = network_json.from_json(network_json.lists_to_tuples(plain), {}, None)
-    assert (type(again), again) == (type(net), net)
+    algorithm = getattr(algorithms, name)(network, cases.training(), federation, **case.settings)
+    network = algorithm.predict.__self__
+    encoded = json.loads(json.dumps(network_json.to_json(network)))
+    decoded = network_json.from_json(network_json.lists_to_tuples(encoded), {}, None)
+    assert (type(decoded), decoded) == (type(network), network)
