@@ -1,4 +1,4 @@
-"""The contract with AdamW at the clients, who keep its state, and a schedule over their steps."""
+"""Rules of the contract with AdamW and a schedule over local steps; clients keep its state."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -17,14 +17,12 @@ from fedjax_pfl.simulation.rounds import round_functions
 from fedjax_pfl.testing import rules as contract
 from tests import cases, rules, tiny
 
-# What differs between methods is where they keep the optimiser's state, and how many there are.
-pytestmark = pytest.mark.slow("the programs of seven methods; the optimiser has tests of its own")
+pytestmark = pytest.mark.slow("the programs of seven methods; the optimiser has its tests")
 
-# An eps as small as the default would show the rounding of gradients that are next to nothing.
 VALUES = {
     **{name: row.default_value for name, row in SETTINGS.items()},
     "weight_decay": 0.01,
-    "eps": 1e-2,
+    "eps": 1e-2,  # the default would show the rounding of very small gradients
 }
 RULES = (
     contract.shapes_are_right,
@@ -37,48 +35,46 @@ RULES = (
 )
 
 
-def make(name: str, federation: Federation, own: Mapping[str, Any], rate: Any = 0.01) -> Algorithm:
+def make(
+    name: str,
+    federation: Federation,
+    settings: Mapping[str, Any] = cases.NOTHING,
+    learning_rate: Any = 0.01,
+) -> Algorithm:
     training = local_training.make_training(
         optimizers.OPTIMIZERS["adamw"](VALUES.__getitem__),
-        learning_rate=rate,
+        learning_rate=learning_rate,
         step_schedule=optimizers.schedule("linear", 0.5, 0.0),
         clip_norm=5.0,
         batch_size=4,
         epochs=2,
         keep_optimizer=True,
     )
-    settings = {**cases.CASES[name].settings, **own}
+    settings = {**cases.CASES[name].settings, **settings}
     return cases.FACTORIES[name](tiny.Net(), training, federation, **settings)
 
 
 @cache
-def subject(name: str) -> rules.Subject:
-    def made(federation: Federation, own: Mapping[str, Any] = cases.NOTHING) -> Algorithm:
-        return make(name, federation, own)
-
-    return rules.make_subject(name, cases.CASES[name], made)
+def make_subject(name: str) -> rules.Subject:
+    return rules.make_subject(name, cases.CASES[name], lambda *args: make(name, *args))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 @pytest.mark.parametrize("name", cases.STRUCTURES)
 def test_rule(name: str, rule: Any):
-    rule(subject(name))
+    rule(make_subject(name))
 
 
-def test_a_rate_that_is_swept():
-    """The second of two points is the run with its rate; the first is another."""
-    one, points = (
-        subject("fedavg"),
-        sweep.Points(jnp.stack([contract.make_key()] * 2), jnp.arange(2)),
-    )
+def test_a_point_of_a_sweep_of_learning_rates_equals_a_run():
+    points = sweep.Points(jnp.stack([contract.make_key()] * 2), jnp.arange(2))
 
-    def plain(now: Mapping[str, Any]) -> Any:
-        made = make("fedavg", rules.TINY.federation, {}, now["rate"])
-        return round_functions(made, rules.TINY.federation, **contract.OPTIONS)
+    def functions(settings: Mapping[str, Any]) -> Any:
+        method = make("fedavg", rules.TINY.federation, {}, settings["rate"])
+        return round_functions(method, rules.TINY.federation, **contract.OPTIONS)
 
-    rounds = sweep.make_rounds(plain, {"rate": (0.005, 0.01)}, None, width=1)
+    rounds = sweep.make_rounds(functions, {"rate": (0.005, 0.01)}, None, width=1)
     states, _ = rounds.run(points, rounds.init(points), rules.TINY.data, jnp.int32(0), jnp.int32(1))
-    wanted, _ = one.run(1)
-    chex.assert_trees_all_close(trees.row(states, 1), wanted, **contract.TOLERANCES)
+    expected, _ = make_subject("fedavg").run(1)
+    chex.assert_trees_all_close(trees.row(states, 1), expected, **contract.TOLERANCES)
     first, second = (jax.tree.leaves(trees.row(states, i).server) for i in (0, 1))
     assert all((a != b).any() for a, b in zip(first, second, strict=True))

@@ -1,4 +1,4 @@
-"""What makes a round fast, seen in its program, so that nothing need be timed."""
+"""Properties of compiled rounds that make them fast."""
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +20,19 @@ BASE = {
 }
 
 
-def lowered(**changes):
-    """A phase's rounds, and what they are called with."""
-    built = build.build(configuration.complete({**BASE, **changes}))
-    rounds = built.phases[0].rounds
-    key, data = rounds.place((jax.random.key(0), built.data))
+def make_rounds(**changes):
+    """Returns the rounds of a phase and their arguments."""
+    experiment = build.build(configuration.complete({**BASE, **changes}))
+    rounds = experiment.phases[0].rounds
+    key, data = rounds.place((jax.random.key(0), experiment.data))
     zero, two = (rounds.place(jnp.int32(number)) for number in (0, 2))
     return rounds, (key, rounds.init(key), data, zero, two)
 
 
 @pytest.mark.slow("a program for each lowering")
 @pytest.mark.parametrize("conv", ["patches", "rows", "blocks", "winograd", "xla"])
-def test_a_whole_round_of_products_where_the_plan_says_so(conv):
-    rounds, arguments = lowered(conv=conv)
+def test_rounds_have_convolutions_only_with_the_lowering_xla(conv):
+    rounds, arguments = make_rounds(conv=conv)
     for program in (
         rounds.run.lower(*arguments).as_text(),
         rounds.evaluate.lower(*arguments[:4]).as_text(),
@@ -42,15 +42,14 @@ def test_a_whole_round_of_products_where_the_plan_says_so(conv):
 
 
 @pytest.mark.slow("a run")
-def test_nothing_goes_to_the_host_within_a_call():
-    """No callbacks, and two calls of several rounds each with transfers forbidden."""
-    rounds, (key, state, data, zero, two) = lowered()
+def test_a_call_of_several_rounds_transfers_nothing_from_or_to_the_host():
+    rounds, (key, state, data, zero, two) = make_rounds()
     program = rounds.run.lower(key, state, data, zero, two).as_text()
-    for word in ("callback", "infeed", "outfeed", "stablehlo.send", "stablehlo.recv"):
-        assert word not in program
+    transfers = ("callback", "infeed", "outfeed", "stablehlo.send", "stablehlo.recv")
+    assert not [name for name in transfers if name in program]
     run = rounds.run.lower(key, state, data, zero, two).compile()
     with jax.transfer_guard("disallow"):
         state, _ = run(key, state, data, zero, two)
         state, _ = run(key, state, data, two, two)
     with jax.transfer_guard("disallow"), pytest.raises(Exception, match="host-to-device"):
-        run(key, state, data, np.int32(4), two)  # the guard does see what comes from the host
+        run(key, state, data, np.int32(4), two)  # shows that the guard works

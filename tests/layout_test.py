@@ -1,10 +1,10 @@
-"""Which package may import which: each only what stands below it, and the library no command."""
+"""Packages import only from lower floors, and files are short."""
 
 import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# Bottom first. Packages on one line do not import each other.
+# Lowest first. Packages of one floor do not import each other.
 FLOORS = (
     ("core",),
     ("data", "networks"),
@@ -16,61 +16,57 @@ FLOORS = (
     ("presets", "deploy", "testing"),
     ("cli",),
 )
-BELOW = {
-    package: {lower for under in FLOORS[:floor] for lower in under}
+ALLOWED = {
+    package: {package} | {name for packages in FLOORS[:floor] for name in packages}
     for floor, packages in enumerate(FLOORS)
     for package in packages
 }
 
 
-def imported(path: Path) -> set[str]:
-    """The dotted names that a file imports, of which the first two parts count."""
-    found = set()
+def imports(path: Path) -> set[str]:
+    """Returns the dotted names that a file imports."""
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{name.name}" for name in node.names}
+            names |= {f"{node.module}.{name.name}" for name in node.names}
         elif isinstance(node, ast.Import):
-            found |= {name.name for name in node.names}
-    return found
+            names |= {name.name for name in node.names}
+    return names
 
 
 def test_every_package_has_a_floor():
-    there = {path.parent.name for path in (ROOT / "fedjax_pfl").glob("*/__init__.py")}
-    assert there == set(BELOW)
-    loose = {path.name for path in (ROOT / "fedjax_pfl").glob("*.py")}
-    assert loose == {"__init__.py"}
+    library = ROOT / "fedjax_pfl"
+    assert {path.parent.name for path in library.glob("*/__init__.py")} == set(ALLOWED)
+    assert {path.name for path in library.glob("*.py")} == {"__init__.py"}
 
 
-def test_a_package_imports_only_what_stands_below_it():
+def test_a_package_imports_only_from_lower_floors():
     wrong = []
-    for package, below in BELOW.items():
+    for package, allowed in ALLOWED.items():
         for path in sorted((ROOT / "fedjax_pfl" / package).rglob("*.py")):
-            for name in imported(path):
-                top, _, rest = name.partition(".")
-                other = rest.partition(".")[0]
-                if top == "fedjax_pfl" and other not in below | {package}:
-                    wrong.append(f"{path.relative_to(ROOT)} imports {name}")
-                if top in ("experiments", "tests", "docs", "third_party"):
+            for name in imports(path):
+                top, *parts = name.split(".")[:2]
+                outside_library = ("experiments", "tests", "docs", "third_party")
+                if top in outside_library or (top == "fedjax_pfl" and not set(parts) <= allowed):
                     wrong.append(f"{path.relative_to(ROOT)} imports {name}")
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_command_imports_another_papers_tables_or_studies():
-    """What belongs to one paper is under its name, and only what runs all papers imports it."""
+def test_the_studies_of_a_paper_do_not_import_another_paper():
     papers = ROOT / "experiments" / "papers"
     names = {path.name for path in papers.iterdir() if (path / "published.json").is_file()}
     assert names == {"pfedla", "pfedhn", "fedmn", "factorized_fl"}
     for name in names:
         for path in (papers / name).glob("*.py"):
-            others = [i for i in imported(path) if i.startswith("experiments.papers.")]
-            assert not [i for i in others if i.split(".")[2] in names - {name}], path
+            modules = [i for i in imports(path) if i.startswith("experiments.papers.")]
+            assert not [i for i in modules if i.split(".")[2] in names - {name}], path
 
 
-def test_a_file_is_short_enough_to_be_read_top_to_bottom():
+def test_a_file_has_at_most_400_lines():
     folders = ("fedjax_pfl", "experiments", "tests")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    lengths = {str(one.relative_to(ROOT)): len(one.read_text().splitlines()) for one in files}
     assert len(files) > 400
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
     assert {name: lines for name, lines in lengths.items() if lines > 400} == {}
 
 

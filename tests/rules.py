@@ -1,4 +1,4 @@
-"""The rules of `fedjax_pfl.testing` for the library's methods, and two that need their cases."""
+"""Rules of `fedjax_pfl.testing` for the built-in methods, and two rules that need a case."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ TINY = make_world(example.vectors)
 
 @dataclass(eq=False)
 class Subject(rules.Subject):
-    """A method with the case in which its interesting branch fires."""
+    """A method with its case."""
 
     case: Any = None  # cases.Case
 
@@ -37,8 +37,8 @@ def make_subject(
 def subject(name: str) -> Subject:
     """Returns the subject of one of the library's methods."""
 
-    def make(federation: Federation, own: Mapping[str, Any] = cases.NOTHING) -> Algorithm:
-        return cases.make(name, federation, own)
+    def make(federation: Federation, settings: Mapping[str, Any] = cases.NOTHING) -> Algorithm:
+        return cases.make(name, federation, settings)
 
     return make_subject(name, cases.CASES[name], make)
 
@@ -52,7 +52,7 @@ def bytes_match_the_closed_formula(subject: Subject) -> None:
     zero = np.zeros(log.ids.shape, int)
     down, up = (sum(traffic.values(), zero) for traffic in (log.down, log.up))
     expected = subject.case.bytes_per_visit(cases.model_bytes())
-    down_bytes, up_bytes = (each if isinstance(each, set) else {each} for each in expected)
+    down_bytes, up_bytes = (size if isinstance(size, set) else {size} for size in expected)
     assert set(down.ravel().tolist()) <= down_bytes
     assert set(up[~log.dropped].tolist()) <= up_bytes
 

@@ -1,4 +1,4 @@
-"""`fedjax_pfl.testing.check`, as an author of a method calls it."""
+"""`fedjax_pfl.testing.check`."""
 
 import jax
 import pytest
@@ -7,14 +7,14 @@ import fedjax_pfl as pfl
 from fedjax_pfl.core.errors import UsageError
 
 
-def test_a_method_of_the_library_keeps_all_rules():
+def test_a_built_in_method_keeps_all_rules():
     lines = []
     pfl.testing.check(pfl.fedper, tell=lines.append)
     assert len(lines) == 11
     assert all(line.startswith("ok ") for line in lines)
 
 
-def forgets_who_is_absent(model, training, federation, *, rate: float = 1.0):
+def absent_counted(model, training, federation, *, rate: float = 1.0):
     base = pfl.fedavg(model, training, federation)
 
     def receive(state, cohort):
@@ -26,12 +26,12 @@ def forgets_who_is_absent(model, training, federation, *, rate: float = 1.0):
 
 def test_a_broken_rule_is_named():
     lines = []
-    with pytest.raises(AssertionError, match="forgets_who_is_absent breaks 3 of 11 rules"):
-        pfl.testing.check(forgets_who_is_absent, tell=lines.append, rate=0.5)
+    with pytest.raises(AssertionError, match="absent_counted breaks 3 of 11 rules"):
+        pfl.testing.check(absent_counted, tell=lines.append, rate=0.5)
     assert [line for line in lines if line.startswith("broken  empty slots may hold anything")]
 
 
-def test_wrong_shapes_end_the_check_and_a_method_is_not_a_factory():
+def test_the_check_stops_at_wrong_shapes_and_refuses_a_value():
     lines = []
 
     def scalar(model, training, federation):

@@ -1,4 +1,4 @@
-"""The tiny federation of `fedjax_pfl.testing`, and what only tests need of it."""
+"""The tiny federation of `fedjax_pfl.testing`, and helpers for tests."""
 
 from typing import Any
 
