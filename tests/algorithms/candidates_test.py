@@ -1,4 +1,4 @@
-"""Candidates of pFedLA, against values computed by hand."""
+"""Candidates of pFedLA."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Clustered-FL: linkage against SciPy, and splits computed by hand."""
+"""Clustered-FL: linkage against SciPy, and splits."""
 
 import chex
 import jax

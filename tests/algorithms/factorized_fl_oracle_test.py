@@ -85,7 +85,7 @@ def stored(state: State, k: int) -> Any:
 
 
 def setting(f: int, share: str, penalty: bool) -> tuple[Any, Any, State]:
-    """Returns round functions, data, and a state in which all clients differ in all parts."""
+    """Returns round functions, data, and a state whose clients differ in all parts."""
     rng = np.random.default_rng(2)
     data, federation = tiny.federated()
     if f:

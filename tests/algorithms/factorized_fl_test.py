@@ -1,4 +1,4 @@
-"""Factorized-FL and pFedPara against numbers computed independently."""
+"""Factorized-FL and its variant against numbers computed independently."""
 
 from typing import Any
 
@@ -15,8 +15,9 @@ from fedjax_pfl.core.algorithm import ClientContext, Federation, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.networks import ResNet9
+from fedjax_pfl.simulation import rounds
 from tests import cases, tiny
-from tests.algorithms.served import after_rounds
+from tests.algorithms.served import after_rounds, served
 
 KEY, T = jax.random.key(3), jnp.int32(0)
 N = tiny.CLIENTS
@@ -30,7 +31,7 @@ def make(training: Any = None, federation: Any = None, **settings: Any) -> Any:
 
 
 def scattered(algorithm: Any) -> State:
-    """Returns an initial state with noise on what the server stores."""
+    """Returns an initial state with noise on the server-side rows."""
 
     @jax.jit
     def init(key: jax.Array) -> State:
@@ -188,3 +189,39 @@ def test_a_later_phase_continues_factors_and_resets_momentum():
     assert not any(leaf.any() for leaf in jax.tree.leaves(later.clients.momentum))
     with pytest.raises(UsageError, match="same settings"):
         jax.eval_shape(make(rank=2).init, KEY, state)
+
+
+@pytest.mark.parametrize("share", ["u", "all"])
+def test_weights_of_the_moved_variant_follow_changes_of_v(share):
+    """ω is computed from cosines of d, the total change of v; σ_k is the best peer's."""
+    data, federation = tiny.federated()
+    training = cases.training(keep_optimizer=False)
+    settings = {"share": share, "tau": -1.0, "scale": 3.0, "minimum": 2}
+    algorithm = algorithms.factorized_fl_moved(tiny.Net(), training, federation, **settings)
+    engine = rounds.make_rounds(algorithm, federation, cohort=N, max_rounds=1, evaluate_after=False)
+    state = engine.init(KEY)
+    np.testing.assert_array_equal(state.rows["moved"], 0)
+    np.testing.assert_allclose(observed(algorithm, state)["weights"], 1 / N, rtol=1e-6)
+    d = np.zeros((N, tiny.HIDDEN))
+    for t in (0, 1):
+        before = sent(algorithm, state)["fc1"]["v"][..., 0]
+        state, (log,) = engine.run(KEY, state, data, jnp.int32(t), jnp.int32(1))
+        d += np.asarray(state.rows["params"]["fc1"]["v"])[..., 0] - before
+        np.testing.assert_allclose(state.rows["moved"], d, atol=1e-5)
+    # From the stored change: division by its length would increase rounding errors.
+    d = np.asarray(state.rows["moved"], np.float64)
+    unit = d / np.linalg.norm(d, axis=1, keepdims=True)
+    sigma = unit @ unit.T
+    np.fill_diagonal(sigma, -1)
+    np.fill_diagonal(sigma, sigma.max(1))
+    omega = np.exp(3 * sigma) / np.exp(3 * sigma).sum(1, keepdims=True)
+    state = jax.device_get(state)
+    np.testing.assert_allclose(observed(algorithm, state)["weights"], omega, atol=1e-5)
+    longer = state._replace(rows={**state.rows, "moved": 100 * state.rows["moved"]})
+    np.testing.assert_allclose(observed(algorithm, longer)["weights"], omega, atol=1e-5)
+    # The head is not factorised and is mixed.
+    head = state.rows["params"]["fc2"]["kernel"]
+    assert head.shape == (N, tiny.HIDDEN, tiny.CLASSES)
+    model = served(algorithm, state, 2)["params"]["fc2"]["kernel"]
+    np.testing.assert_allclose(model, np.tensordot(omega[2], head, 1), atol=1e-5)
+    assert int(np.asarray(log.up["fc2"]).ravel()[0]) == 4 * (tiny.HIDDEN + 1) * tiny.CLASSES

@@ -1,4 +1,4 @@
-"""FedDyn: local training and server by hand, and its limit."""
+"""FedDyn: local training, server and limit."""
 
 import numpy as np
 

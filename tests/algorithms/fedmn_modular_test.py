@@ -1,4 +1,4 @@
-"""The modular network: with one block per layer, and its gates by hand."""
+"""The modular network: with one block per layer, and the gradients of its gates."""
 
 import functools
 

@@ -24,15 +24,9 @@ def make(training: Any = None, **settings: Any) -> Algorithm:
 
 def test_two_rounds_by_hand():
     """Full batches, kept momentum and decay, layer by layer."""
-    settings = {
-        "learning_rate": RATE,
-        "momentum": MOMENTUM,
-        "weight_decay": DECAY,
-        "batch_size": 16,
-        "epochs": 2,
-        "keep_optimizer": True,
-    }
-    algorithm = make(local_training.sgd(**settings), head_epochs=3)
+    settings = {"learning_rate": RATE, "momentum": MOMENTUM, "weight_decay": DECAY}
+    training = local_training.sgd(**settings, batch_size=16, epochs=2, keep_optimizer=True)
+    algorithm = make(training, head_epochs=3)
     data, state = tiny.federated()[0], algorithm.init(KEY)
     rows = data.train.rows[0, : data.train.size[0]]
     x, y = data.x[rows], data.y[rows]
@@ -70,7 +64,7 @@ def test_two_rounds_by_hand():
 
 
 def test_steps_can_replace_epochs():
-    """Without a step for the body the upload equals the download, statistics included."""
+    """The upload equals the download, statistics included, if the body has no steps."""
     training = cases.training(epochs=None, steps=0)
     algorithms_by_steps = [make(training, head_steps=n) for n in (1, 3)]
     state = algorithms_by_steps[0].init(KEY)
@@ -78,8 +72,7 @@ def test_steps_can_replace_epochs():
     chex.assert_trees_all_equal(first.upload, state.server)
     chex.assert_trees_all_equal(second.upload, state.server)
     start = trees.row(state.clients.personal, 0)
-    for a, b, c in zip(
-        *map(jax.tree.leaves, (start, first.client.personal, second.client.personal)), strict=True
-    ):
+    parts = start, first.client.personal, second.client.personal
+    for a, b, c in zip(*map(jax.tree.leaves, parts), strict=True):
         assert (a != b).all()
         assert (b != c).all()

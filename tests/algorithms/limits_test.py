@@ -1,5 +1,6 @@
 """With an extreme setting a method equals a simpler one."""
 
+import os
 from functools import cache
 
 import chex
@@ -21,6 +22,12 @@ TRAINING = local_training.sgd(
     epochs=2,
     keep_optimizer=True,
 )
+
+
+def assert_equal(models, expected):
+    """Compares bit for bit. Only AVX2 fuses the steps of two programs differently."""
+    rtol, atol = (1e-5, 1e-6) if "AVX2" in os.environ["XLA_FLAGS"] else (0, 0)
+    chex.assert_trees_all_close(models, expected, rtol=rtol, atol=atol)
 
 
 @cache
@@ -51,7 +58,7 @@ def test_exact_limits(name, settings, baseline, rounds):
     """Momentum is kept, gradients are clipped, and the last batch is short."""
     _, models = after_rounds(name, rounds, **settings)
     _, expected = after_rounds(baseline, rounds)
-    chex.assert_trees_all_equal(models["params"], expected["params"])
+    assert_equal(models["params"], expected["params"])
 
 
 def test_pfedgraph_with_a_large_alpha_equals_fedavg():
@@ -63,9 +70,9 @@ def test_global_models_of_ditto_and_apfl_equal_fedavg():
     fedavg, _ = after_rounds("fedavg")
     for penalty in (0.0, 3.0):
         ditto, _ = after_rounds("ditto", penalty=penalty)
-        chex.assert_trees_all_equal(ditto.server, fedavg.server)
-        chex.assert_trees_all_equal(ditto.clients.shared_momentum, fedavg.clients)
+        assert_equal(ditto.server, fedavg.server)
+        assert_equal(ditto.clients.shared_momentum, fedavg.clients)
     for alpha in (0.0, 1.0):
         apfl, _ = after_rounds("apfl", alpha=alpha)
-        chex.assert_trees_all_equal(apfl.server, fedavg.server)
-        chex.assert_trees_all_equal(apfl.clients.momentum["w"], fedavg.clients)
+        assert_equal(apfl.server, fedavg.server)
+        assert_equal(apfl.clients.momentum["w"], fedavg.clients)

@@ -1,4 +1,4 @@
-"""pFedHN and pFedHN-PC against NumPy."""
+"""pFedHN and pFedHN-PC against NumPy, and Proposition 1."""
 
 from typing import Any
 
@@ -83,16 +83,10 @@ def test_rounds_equal_numpy(name: str):
         batch_size=4,
         steps=STEPS,
     )
-    algorithm = getattr(algorithms, name)(
-        linear.TwoLayers(),
-        training,
-        federation,
-        rate=ETA,
-        weight_decay=SERVER_DECAY,
-        clip_norm=SERVER_CLIP,
-        width=5,
-        depth=1,
-    )
+    settings = {"rate": ETA, "weight_decay": SERVER_DECAY, "clip_norm": SERVER_CLIP}
+    network = linear.TwoLayers()
+    make_method = getattr(algorithms, name)
+    algorithm = make_method(network, training, federation, **settings, width=5, depth=1)
     rounds = make_rounds(algorithm, federation, cohort=1, max_rounds=ROUNDS)
     start = float64(rounds.init(KEY))
     state, (log,) = rounds.run(KEY, rounds.init(KEY), data, T, jnp.int32(ROUNDS))
@@ -167,7 +161,7 @@ def test_gradients_are_added_or_averaged():
 
 
 def test_networks_of_two_sizes_share_one_step():
-    """Linear hypernetwork of two networks, with gradients, clipping and step by hand."""
+    """Gradients, clipping and step of a linear hypernetwork of two networks, in NumPy."""
     federation = tiny.federated()[1]._replace(groups=np.array([0, 1, 0, 1, 0, 1]))
     models = (MLP(tiny.CLASSES, ()), MLP(tiny.CLASSES, (2,)))
     settings = {"width": 0, "rate": 0.1, "weight_decay": 0.01, "clip_norm": 2.0, "embedding": 3}
@@ -231,3 +225,32 @@ def test_starts_of_phases():
         jax.eval_shape(make(embedding=7).init, KEY, start)
     with pytest.raises(UsageError, match="has trained φ"):
         jax.eval_shape(make(frozen=True).init, KEY)
+
+
+def test_proposition_1():
+    """θ_i = W v_i on clients with XᵀX = m·I: W spans the first components of uncentred PCA."""
+    rng = np.random.default_rng(4)
+    d, k, clients, m = 5, 2, 6, 8
+    basis = np.linalg.qr(rng.normal(size=(d, d)))[0]
+    solutions = rng.normal(size=(clients, d)) * [3.0, 2.0, 0.6, 0.4, 0.2] @ basis.T + 0.5
+    xs = [np.linalg.qr(rng.normal(size=(m, d)))[0] * m**0.5 for _ in range(clients)]
+    data, federation = linear.federated(xs, [x @ w for x, w in zip(xs, solutions, strict=True)])
+    training = local_training.sgd(learning_rate=0.5, batch_size=m, steps=1)
+    settings = {"width": 0, "embedding": k, "rate": 0.02, "weight_decay": 0.0, "clip_norm": 1e9}
+    algorithm = algorithms.pfedhn(linear.Linear(), training, federation, **settings)
+    n_rounds = 1500
+    rounds = make_rounds(algorithm, federation, cohort=clients, max_rounds=n_rounds)
+    state, _ = rounds.run(KEY, rounds.init(KEY), data, T, jnp.int32(n_rounds))
+    (head,) = state.server.phi.values()
+    assert set(head) == {"kernel"}
+    spanned = np.linalg.qr(np.asarray(head["kernel"], np.float64).T)[0]
+    generated = np.asarray(state.rows.v) @ np.asarray(head["kernel"])
+
+    def distance(points: np.ndarray) -> float:
+        components = np.linalg.svd(points)[2][:k].T
+        return float(np.linalg.norm(spanned @ spanned.T - components @ components.T, 2))
+
+    assert distance(solutions) < 1e-3
+    assert distance(solutions - solutions.mean(0)) > 0.05  # not the centred one
+    left, sigma, right = np.linalg.svd(solutions, full_matrices=False)
+    np.testing.assert_allclose(generated, left[:, :k] * sigma[:k] @ right[:k], atol=5e-3)

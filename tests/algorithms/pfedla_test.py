@@ -128,17 +128,9 @@ def test_a_round_follows_equations_6_10_and_11(normalise: str, k: int):
     )
     learning_rate, eta = 0.1, 0.3
     training = local_training.sgd(learning_rate=learning_rate, batch_size=4, epochs=1)
-    algorithm = algorithms.pfedla(
-        linear.TwoLayers(),
-        training,
-        federation,
-        k=k,
-        rate=eta,
-        embedding=4,
-        hidden=5,
-        depth=2,
-        normalise=normalise,
-    )
+    sizes = {"embedding": 4, "hidden": 5, "depth": 2}
+    settings = {"k": k, "rate": eta, "normalise": normalise, **sizes}
+    algorithm = algorithms.pfedla(linear.TwoLayers(), training, federation, **settings)
     rounds = make_rounds(algorithm, federation, cohort=clients)
     state = rounds.init(KEY)
     theta = jax.tree.map(lambda leaf: with_noise(leaf, rng), state.rows.theta)

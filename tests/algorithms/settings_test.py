@@ -119,10 +119,7 @@ def test_invalid_settings(name: str, settings: dict[str, Any], message: str):
         make(name, **settings)
 
 
-@pytest.mark.parametrize("name", ["fedas", "fedem", "fedpac", "fedproto", "fedrod"])
-def test_methods_for_classification(name: str):
-    with pytest.raises(UsageError, match="choose a dataset with classes"):
-        make(name, federation=FEDERATION._replace(task=regression()))
+CLASSIFIERS = ("fedas", "fedem", "fedpac", "fedproto", "fedrod")
 
 
 @pytest.mark.parametrize(
@@ -134,6 +131,7 @@ def test_methods_for_classification(name: str):
         ("pfedhn", {"class_counts": None}, {"fixed": True}, "shares of classes"),
         ("pfedla", {"counts": FEDERATION.counts[:1], "active": np.ones(1, bool)}, {}, "at least 2"),
         ("pfedla", {"groups": np.arange(6) % 2}, {}, "without groups"),
+        *((n, {"task": regression()}, {}, "choose a dataset with classes") for n in CLASSIFIERS),
     ],
 )
 def test_invalid_federations(name: str, changes: Any, settings: Any, message: str):

@@ -110,21 +110,6 @@ def test_optax_optimizer_with_learning_rate():
     chex.assert_trees_all_close(params, loop(clipped, sums)[0], rtol=1e-6, atol=1e-6)
 
 
-def test_optimizer_state_is_kept_or_reset():
-    """With the state kept, two rounds equal one loop over both."""
-    training = local_training.make_training(by_name("adam"), keep_optimizer=True, **TRAINING)
-    _, state, sums = fitted(training, training.optimizer.init(PARAMS))
-    again, _, _ = fitted(training, state)
-    _, moments = loop(optax.adam(RATE), sums)
-    expected, _ = loop(optax.adam(RATE), sums, moments)
-    chex.assert_trees_all_close(again, expected, rtol=1e-6, atol=1e-6)
-    resetting = local_training.make_training(by_name("adam"), **TRAINING)
-    first, empty, _ = fitted(resetting)
-    assert empty == ()
-    chex.assert_trees_all_equal(fitted(resetting, ())[0], first)
-    assert (first["kernel"] != again["kernel"]).any()
-
-
 # Schedules
 
 OPTAX = {

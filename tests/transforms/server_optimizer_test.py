@@ -97,7 +97,7 @@ def reference(name: str, means: list[np.ndarray], eta: float, b1: float, b2: flo
 
 @pytest.mark.parametrize(("name", "b1"), [("adam", 0.9), ("yogi", 0.9), ("adagrad", 0.0)])
 def test_equals_the_papers_algorithm(name: str, b1: float):
-    """Checks the defaults, which are those of the paper's experiments, and other values."""
+    """Checks the defaults, as in the paper's experiments, and other values."""
     history, means, _ = rounds(builtin(name, server_learning_rate=0.1))
     np.testing.assert_allclose(history, reference(name, means, 0.1, b1, 0.99, 1e-3), rtol=2e-5)
     settings = {"server_b1": 0.5, "server_b2": 0.9, "server_eps": 0.01}
