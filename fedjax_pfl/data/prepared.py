@@ -30,7 +30,7 @@ _DOWNLOADS = {  # sizes in the catalogue of tfds
 }
 
 
-def find(dataset: str, data_dir: str | os.PathLike[str] | None = None) -> Path:
+def find_folder(dataset: str, data_dir: str | os.PathLike[str] | None = None) -> Path:
     """Returns the folder of the newest prepared version of a dataset, or raises UsageError.
 
     `dataset` is NAME or NAME/CONFIG. The default of `data_dir` is that of `root_folder`.
@@ -49,7 +49,7 @@ def find(dataset: str, data_dir: str | os.PathLike[str] | None = None) -> Path:
 
 
 def is_prepared(dataset: str, data_dir: str | os.PathLike[str] | None = None) -> bool:
-    """Returns True if `find` would return a folder."""
+    """Returns True if `find_folder` would return a folder."""
     return bool(_versions(root_folder(data_dir), dataset))
 
 
@@ -65,7 +65,7 @@ def _versions(root: str | os.PathLike[str], dataset: str) -> list[Path]:
     return [p for p in paths if re.fullmatch(r"\d+\.\d+\.\d+", p.name) and p.is_dir()]
 
 
-def splits(folder: Path) -> dict[str, int]:
+def split_sizes(folder: Path) -> dict[str, int]:
     """Returns the number of examples of each split of a prepared folder."""
     return {name: info.num_examples for name, info in _builder(folder).info.splits.items()}
 
@@ -76,7 +76,7 @@ def class_names(folder: Path, feature: str) -> list[str] | None:
     return None if names is None else list(map(str, names))
 
 
-def read(
+def read_split(
     folder: Path,
     split: str,
     features: tuple[str, ...],

@@ -102,7 +102,7 @@ def require_available(name: str, data_dir: DataDir = None) -> None:
     if name == "femnist":
         leaf.femnist_folder(data_dir)
     if name in tfds_images.SOURCES:
-        prepared.find(tfds_images.folder(tfds_images.source_of(name, data_dir)), data_dir)
+        prepared.find_folder(tfds_images.folder(tfds_images.source_of(name, data_dir)), data_dir)
 
 
 def source_settings(name: str, sources: Mapping[str, Source] | None = None) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def _images(
 
     def source(data_dir: DataDir, sample_rows: SampleRows) -> Dataset:
         stored = source_of(name, data_dir)
-        path = prepared.find(folder(stored), data_dir)
+        path = prepared.find_folder(folder(stored), data_dir)
         sizes = _sizes(path, "train", "test")
         features = ("image", "label", "coarse_label") if name == "cifar100" else ("image", "label")
 
@@ -64,7 +64,7 @@ def _images(
                 rows = sample_rows(sizes[split])
             else:
                 rows = _rows_of_first_classes(path, split, outputs, sample_rows)
-            return prepared.read(path, split, features, rows=rows, convert=convert)
+            return prepared.read_split(path, split, features, rows=rows, convert=convert)
 
         train, test = read("train"), read("test")
         labels = [part["label"].astype(np.int32) - first for part in (train, test)]
@@ -95,7 +95,7 @@ def _rows_of_first_classes(
     path: Path, split: str, classes: int, sample_rows: SampleRows
 ) -> np.ndarray:
     """Returns a sample of the records of a split that belong to its first classes."""
-    rows = np.flatnonzero(prepared.read(path, split, ("label",))["label"] < classes)
+    rows = np.flatnonzero(prepared.read_split(path, split, ("label",))["label"] < classes)
     if not len(rows):
         raise UsageError(f"{path} has no example of its first {classes} classes in split {split}")
     sample = sample_rows(len(rows))
@@ -104,7 +104,7 @@ def _rows_of_first_classes(
 
 def _sizes(path: Path, *splits: str) -> dict[str, int]:
     """Returns the number of examples of each split, or raises UsageError if one is empty."""
-    sizes = prepared.splits(path)
+    sizes = prepared.split_sizes(path)
     for split in splits:
         if not sizes.get(split):
             raise UsageError(f"{path} has no examples of split {split}: prepare it again")
@@ -171,11 +171,11 @@ def omniglot(data_dir: DataDir, sample_rows: SampleRows) -> Dataset:
     Deviations: 105x105 drawings are shrunk by area, as papers do not state how. Alphabets in both
       small sets are read once.
     """
-    path = prepared.find("omniglot", data_dir)
-    splits = ("train", "test") if "train" in prepared.splits(path) else ("small1", "small2")
+    path = prepared.find_folder("omniglot", data_dir)
+    splits = ("train", "test") if "train" in prepared.split_sizes(path) else ("small1", "small2")
     _sizes(path, *splits)
     features = ("image", "label", "alphabet")
-    parts = [prepared.read(path, split, features, convert=shrink) for split in splits]
+    parts = [prepared.read_split(path, split, features, convert=shrink) for split in splits]
     is_new = ~np.isin(parts[1]["alphabet"], parts[0]["alphabet"])
     parts[1] = {key: values[is_new] for key, values in parts[1].items()}
     data = {key: np.concatenate([part[key] for part in parts]) for key in features}

@@ -18,7 +18,7 @@ from fedjax_pfl.deploy.schema import TRAIN, InvalidError
 from fedjax_pfl.deploy.storage import BEFORE_FIRST_ROUND, ClientDisk, RoundRecord
 
 
-class Client(NamedTuple):
+class RunClient(NamedTuple):
     """A client in one run."""
 
     run: str  # unique name of the run
@@ -34,7 +34,7 @@ class Client(NamedTuple):
         return RoundInputs(np.int32(self.i), np.int32(t), self.data)
 
 
-def respond(client: Client, request: wire.Message) -> bytes:
+def respond(client: RunClient, request: wire.Message) -> bytes:
     """Returns the response to a training or evaluation request that passes `schema.REQUEST`.
 
     Raises InvalidError if the request is refused.
@@ -52,7 +52,7 @@ def respond(client: Client, request: wire.Message) -> bytes:
         ) from None
 
 
-def _check_request(client: Client, request: wire.Message) -> None:
+def _check_request(client: RunClient, request: wire.Message) -> None:
     """Raises InvalidError if a request is for another client or run, or has no possible round."""
     facts = request.facts
     t, settled = facts["round"], facts["settled"]
@@ -64,7 +64,7 @@ def _check_request(client: Client, request: wire.Message) -> None:
         raise InvalidError(f"it names no start, or a round {t} that cannot be after {settled}")
 
 
-def _train(client: Client, request: wire.Message) -> bytes:
+def _train(client: RunClient, request: wire.Message) -> bytes:
     """Trains for one round, or returns the stored response if the request is a repetition."""
     t, settled, start = request.facts["round"], request.facts["settled"], request.envelope["start"]
     try:
@@ -96,7 +96,7 @@ def _train(client: Client, request: wire.Message) -> bytes:
     return response
 
 
-def _counted_state(client: Client, settled: int) -> PyTree:
+def _counted_state(client: RunClient, settled: int) -> PyTree:
     """Returns the client-side state after the last round that counted for this client."""
     if settled == BEFORE_FIRST_ROUND:
         return client.programs.initial_state(client.i)
@@ -108,7 +108,7 @@ def _counted_state(client: Client, settled: int) -> PyTree:
     return storage.decode_state(client.disk.read(settled).state, client.programs.shapes.client)
 
 
-def _evaluate(client: Client, request: wire.Message) -> bytes:
+def _evaluate(client: RunClient, request: wire.Message) -> bytes:
     """Evaluates the client's model, and saves the model if the request says it is the last."""
     inputs = client.round_inputs(request.facts["round"])
     client_state = _counted_state(client, request.facts["settled"])

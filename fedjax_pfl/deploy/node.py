@@ -21,7 +21,7 @@ from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import PyTree
 from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.deploy import assembly, client, examples, schema, storage, wire
-from fedjax_pfl.deploy.client import Client
+from fedjax_pfl.deploy.client import RunClient
 from fedjax_pfl.deploy.lines import to_stderr
 from fedjax_pfl.deploy.node_file import DATA_SETTINGS, NodeFile, to_tuples
 from fedjax_pfl.deploy.programs import ClientPrograms
@@ -170,13 +170,13 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 # Clients and the digests with which they enrolled, by node, settings, federation, run and id. A
 # process compiles once for many requests.
-_client_cache: dict[str, tuple[Client, dict[str, Any]]] = {}
+_client_cache: dict[str, tuple[RunClient, dict[str, Any]]] = {}
 _MAX_CACHED = 16
 
 
 def _client(
     node: Node, request: wire.Message, settings: ConfigDict, registry: configuration.Registry
-) -> Client:
+) -> RunClient:
     """Builds the client that a training or evaluation request is for, or returns a cached one.
 
     `settings` are the completed settings of the request, and `registry` has their components.
@@ -225,7 +225,7 @@ def _client(
         storage.write_json(folder / ENROLLED, enrolment)
     while len(_client_cache) >= _MAX_CACHED:
         del _client_cache[next(iter(_client_cache))]
-    new_client = Client(
+    new_client = RunClient(
         run=run,
         i=i,
         programs=programs,

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedjax_pfl.core.randomness import DROP, stage_key
 from fedjax_pfl.deploy import client, schema, server, wire
-from fedjax_pfl.deploy.client import Client
+from fedjax_pfl.deploy.client import RunClient
 from fedjax_pfl.deploy.programs import ClientPrograms, Method, ServerPrograms, single_client
 from fedjax_pfl.deploy.server import PendingRequests, Server, ServerState
 from fedjax_pfl.deploy.storage import ClientDisk
@@ -23,7 +23,7 @@ class Loopback(NamedTuple):
     """Server and clients, and all messages that they exchanged."""
 
     server: Server
-    clients: dict[int, Client]
+    clients: dict[int, RunClient]
     messages: list[bytes]
 
     def ask(self, requests: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -60,7 +60,7 @@ class Loopback(NamedTuple):
         return client._counted_state(self.clients[i], int(server_state.settled[i]))
 
 
-def respond(client_: Client, content: bytes) -> bytes:
+def respond(client_: RunClient, content: bytes) -> bytes:
     """Decodes a request and returns the client's response."""
     return client.respond(client_, wire.decode(content, len(content), schema.REQUEST))
 
@@ -86,7 +86,7 @@ def loopback(method: Method, data: Any, cohort: int, folder: Path, start: int = 
     datasets = [single_client(data, i) for i in range(n)]
     programs = ClientPrograms(method, 0, datasets[0])
     clients = {
-        i: Client(RUN, i, programs, datasets[i], ClientDisk(folder / f"client-{i}"))
+        i: RunClient(RUN, i, programs, datasets[i], ClientDisk(folder / f"client-{i}"))
         for i in range(n)
     }
     request_facts = {"settings": {}, "federation": describe_data(data, n)}
