@@ -41,16 +41,8 @@ class DropoutCNN(nn.Module):
     hidden: int = 128
     dropout: tuple[float, ...] = (0.25, 0.5)
     conv: str = "auto"
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """Names of all layers, from the input to the output."""
-        return ("conv1", "conv2", "fc1", "fc2")
-
-    @property
-    def head(self) -> str:
-        """Name of the last layer."""
-        return "fc2"
+    layers = ("conv1", "conv2", "fc1", "fc2")  # names, from the input to the output
+    head = "fc2"  # name of the last layer
 
     @nn.compact
     def __call__(

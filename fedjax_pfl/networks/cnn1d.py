@@ -27,6 +27,7 @@ class CNN1D(nn.Module):
     kernel_size: int = 5
     batch_norm: bool = False
     conv: str = "auto"
+    head = "fc1"  # name of the last layer
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -34,11 +35,6 @@ class CNN1D(nn.Module):
         kinds = ("conv", "norm") if self.batch_norm else ("conv",)
         body = (f"{kind}{i}" for i in range(1, len(self.kernels) + 1) for kind in kinds)
         return (*body, self.head)
-
-    @property
-    def head(self) -> str:
-        """Name of the last layer."""
-        return "fc1"
 
     @nn.compact
     def __call__(

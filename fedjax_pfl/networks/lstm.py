@@ -58,16 +58,12 @@ class LSTM(nn.Module):
     embedding: int = 8
     hidden: tuple[int, ...] = (64,)
     vocabulary: int | None = None
+    head = "fc1"  # name of the last layer
 
     @property
     def layers(self) -> tuple[str, ...]:
         """Names of all layers, from the input to the output."""
         return ("embed", *(f"lstm{i}" for i in range(1, len(self.hidden) + 1)), self.head)
-
-    @property
-    def head(self) -> str:
-        """Name of the last layer."""
-        return "fc1"
 
     @nn.compact
     def __call__(

@@ -54,6 +54,7 @@ class MobileNet(nn.Module):
     norm: str = "batch"
     dropout: float = 0.2
     conv: str = "auto"
+    head = "fc1"  # name of the last layer
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -63,11 +64,6 @@ class MobileNet(nn.Module):
             kinds = ("depth", "project") if block.inner == block.inputs else _KINDS
             names += [f"{kind}{norm}{i}" for kind in kinds for norm in ("", "_norm")]
         return (*names, "conv2", "norm2", "fc1")
-
-    @property
-    def head(self) -> str:
-        """Name of the last layer."""
-        return "fc1"
 
     def _blocks(self) -> list[_Block]:
         """Returns the sizes of all blocks."""

@@ -24,16 +24,12 @@ class ResNet9(nn.Module):
     outputs: int = 10
     width: int = 64
     conv: str = "auto"
+    head = "fc1"  # name of the last layer
 
     @property
     def layers(self) -> tuple[str, ...]:
         """Names of all layers, from the input to the output."""
         return (*(f"{kind}{i}" for i in range(1, 9) for kind in ("conv", "norm")), self.head)
-
-    @property
-    def head(self) -> str:
-        """Name of the last layer."""
-        return "fc1"
 
     @nn.compact
     def __call__(

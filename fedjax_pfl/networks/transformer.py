@@ -35,6 +35,7 @@ class Transformer(nn.Module):
     heads: int = 4
     dropout: float = 0.0
     vocabulary: int | None = None
+    head = "fc1"  # name of the last layer
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -42,11 +43,6 @@ class Transformer(nn.Module):
         inner = ("a", "qkv", "proj", "b", "up", "down")
         blocks = (f"block{i}_{name}" for i in range(1, self.blocks + 1) for name in inner)
         return ("embed", "positions", *blocks, "norm", self.head)
-
-    @property
-    def head(self) -> str:
-        """Name of the last layer."""
-        return "fc1"
 
     @nn.compact
     def __call__(

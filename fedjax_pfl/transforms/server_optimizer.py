@@ -17,6 +17,7 @@ averaged, because they are no parameters. The paper only requires the first v to
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -150,66 +151,37 @@ def _check(algorithm: Algorithm, data: FederatedData) -> None:
         )
 
 
-def _sgd(value_of: Callable[[str], Any]) -> optax.GradientTransformation | None:
+def _sgd(value_of: Callable[[str], Any]) -> optax.GradientTransformation:
     rate, momentum = value_of("server_learning_rate"), value_of("server_momentum")
     return optax.chain(optax.trace(momentum), optax.scale(-rate))
 
 
-def _adaptive(
-    value_of: Callable[[str], Any],
-    second_moment: Callable[[jax.Array, jax.Array], jax.Array],
-    default_b1: float,
-) -> optax.GradientTransformation:
-    """Returns an adaptive optimiser with the settings of the server.
-
-    Args:
-      value_of: Returns the value of a setting.
-      second_moment: (v, Δ²) -> the new v.
-      default_b1: Decay rate of the first moment if server_b1 is unset.
-    """
-    b1 = value_of("server_b1")
+def _adaptive(name: str, value_of: Callable[[str], Any]) -> optax.GradientTransformation:
+    """Returns an adaptive optimiser with the settings of the server."""
+    b1, b2 = value_of("server_b1"), value_of("server_b2")
+    if b1 is None:
+        b1 = 0.0 if name == "adagrad" else 0.9
     return adaptive(
-        second_moment,
+        lambda v, square: _SECOND_MOMENTS[name](v, square, b2),
         rate=value_of("server_learning_rate"),
-        b1=default_b1 if b1 is None else b1,
+        b1=b1,
         tau=value_of("server_eps"),
     )
 
 
-def _adagrad(value_of: Callable[[str], Any]) -> optax.GradientTransformation | None:
-    return _adaptive(value_of, jnp.add, 0.0)
-
-
-def _yogi(value_of: Callable[[str], Any]) -> optax.GradientTransformation | None:
-    b2 = value_of("server_b2")
-
-    def second_moment(v: jax.Array, squared: jax.Array) -> jax.Array:
-        return v - (1 - b2) * squared * jnp.sign(v - squared)
-
-    return _adaptive(value_of, second_moment, 0.9)
-
-
-def _adam(value_of: Callable[[str], Any]) -> optax.GradientTransformation | None:
-    b2 = value_of("server_b2")
-
-    def second_moment(v: jax.Array, squared: jax.Array) -> jax.Array:
-        return b2 * v + (1 - b2) * squared
-
-    return _adaptive(value_of, second_moment, 0.9)
-
-
-def _mean(value_of: Callable[[str], Any]) -> optax.GradientTransformation | None:
-    return None
-
-
-SERVER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation | None]] = {
-    "mean": _mean,
-    "sgd": _sgd,
-    "adam": _adam,
-    "yogi": _yogi,
-    "adagrad": _adagrad,
+_SECOND_MOMENTS: dict[str, Callable[..., jax.Array]] = {  # (v, Δ², β2) -> the new v
+    "adam": lambda v, square, b2: b2 * v + (1 - b2) * square,
+    "yogi": lambda v, square, b2: v - (1 - b2) * square * jnp.sign(v - square),
+    "adagrad": lambda v, square, b2: v + square,
 }
-_ADAPTIVE = ("adam", "yogi", "adagrad")
+# Functions from the value of a setting by name to an optimiser, or None for the mean.
+SERVER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation | None]] = {
+    "mean": lambda value_of: None,
+    "sgd": _sgd,
+    **{name: partial(_adaptive, name) for name in _SECOND_MOMENTS},
+}
+_ADAPTIVE = tuple(_SECOND_MOMENTS)
+_setting = partial(Setting, per_phase=True, tunable=True)
 
 
 def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transform | None:
@@ -221,56 +193,44 @@ def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transfor
 SERVER_OPTIMIZER = Selectable(
     "Uploads and the server",
     {
-        "server_optimizer": Setting(
+        "server_optimizer": _setting(
             "mean",
             "Update of the server model: mean takes the mean of the uploads; sgd, adam, yogi or "
             "adagrad treat the step from the mean to the model as a gradient.",
-            per_phase=True,
-            tunable=True,
         ),
-        "server_learning_rate": Setting(
+        "server_learning_rate": _setting(
             1.0,
             "Learning rate of the server optimiser.",
             above=0,
-            per_phase=True,
             sweepable=True,
-            tunable=True,
             used_with=("server_optimizer", ("sgd", *_ADAPTIVE)),
         ),
-        "server_momentum": Setting(
+        "server_momentum": _setting(
             0.0,
             "Momentum of the server's sgd.",
             low=0,
             below=1,
-            per_phase=True,
             sweepable=True,
-            tunable=True,
             used_with=("server_optimizer", ("sgd",)),
         ),
-        "server_b1": Setting(
+        "server_b1": _setting(
             float,
             "Decay rate of the server's first moment; unset: 0.9, or 0 with adagrad.",
             low=0,
             below=1,
-            per_phase=True,
-            tunable=True,
             used_with=("server_optimizer", _ADAPTIVE),
         ),
-        "server_b2": Setting(
+        "server_b2": _setting(
             0.99,
             "Decay rate of the server's second moment.",
             low=0,
             below=1,
-            per_phase=True,
-            tunable=True,
             used_with=("server_optimizer", ("adam", "yogi")),
         ),
-        "server_eps": Setting(
+        "server_eps": _setting(
             1e-3,
             "Constant added to the root of the server's second moment.",
             above=0,
-            per_phase=True,
-            tunable=True,
             used_with=("server_optimizer", _ADAPTIVE),
         ),
     },

@@ -36,6 +36,19 @@ _TILE = 2  # outputs per side that one row of `blocks` yields
 _LAYOUT = ((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2))  # NHWC, HWIO, NHWC in the numbering of lax
 
 
+def _with_gradient(convolve: Callable[..., jax.Array], backward: Callable[..., Any]) -> Convolution:
+    """Returns a convolution with its own gradient.
+
+    Args:
+      convolve: (images, kernel, options) -> images.
+      backward: (options, (images, kernel), gradient of the output) -> gradients of both.
+    """
+    function = jax.custom_vjp(convolve, nondiff_argnums=(2,))
+    # Keeps the images: computing their windows again is cheaper than storing them.
+    function.defvjp(lambda x, k, options: (convolve(x, k, options), (x, k)), backward)
+    return function
+
+
 class _Spec(NamedTuple):
     """Static options of a convolution; hashable."""
 
@@ -73,14 +86,13 @@ def _convolve(
     *arguments: Any,
     **keywords: Any,
 ) -> jax.Array:
+    """Implements `jax.lax.conv_general_dilated` by the lowering `name`."""
     options = _Options(*arguments, **keywords)
     depthwise = options.feature_group_count == lhs.shape[-1] == rhs.shape[-1] > 1
     unsupported = _unsupported(lhs, rhs, options, depthwise)
-    if name == "auto" and not unsupported and depthwise:
-        name = "depthwise"
-    elif name == "auto" and not unsupported:
-        name = _auto(rhs.shape, tuple(window_strides))
-    if name in ("auto", "xla"):
+    if name == "auto" and not unsupported:
+        name = "depthwise" if depthwise else _auto(rhs.shape, tuple(window_strides))
+    if name == "auto":
         return lax.conv_general_dilated(lhs, rhs, window_strides, padding, **options._asdict())
     if unsupported:
         raise UsageError(f"conv = {name!r} does not do {unsupported}; use conv = 'xla' or 'auto'")
@@ -100,10 +112,8 @@ def _unsupported(lhs: jax.Array, rhs: jax.Array, options: _Options, depthwise: b
     """Returns the feature that the lowerings here lack, in words, or ""."""
     if lhs.ndim != 4:
         return f"{lhs.ndim - 2} spatial dimensions"
-    if (
-        tuple(lax.conv_dimension_numbers(lhs.shape, rhs.shape, options.dimension_numbers))
-        != _LAYOUT
-    ):
+    layout = lax.conv_dimension_numbers(lhs.shape, rhs.shape, options.dimension_numbers)
+    if tuple(layout) != _LAYOUT:
         return "other layouts than NHWC and HWIO"
     if options.batch_group_count != 1 or (options.feature_group_count != 1 and not depthwise):
         return "groups"
@@ -168,8 +178,7 @@ def _product(a: jax.Array, b: jax.Array, axes: tuple[int, int], spec: _Spec) -> 
 # Patches: all windows, one product.
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _patches(x: jax.Array, k: jax.Array, spec: _Spec) -> jax.Array:
+def _patches_forward(x: jax.Array, k: jax.Array, spec: _Spec) -> jax.Array:
     """Convolves x [B, H, W, C] with k [h, w, C, O] without padding: [B, H', W', O]."""
     size = (x.shape[0], *_outputs(x, k, spec.strides), k.shape[3])
     windows = _windows(x, k, spec.strides)
@@ -182,10 +191,6 @@ def _windows(x: jax.Array, k: jax.Array, strides: tuple[int, int]) -> jax.Array:
     rows = shifts(x, 1, k.shape[0], strides[0], oh)
     views = [view for row in rows for view in shifts(row, 2, k.shape[1], strides[1], ow)]
     return jnp.concatenate(views, -1).reshape(-1, k[..., 0].size)
-
-
-def _patches_forward(x: jax.Array, k: jax.Array, spec: _Spec) -> tuple[jax.Array, Any]:
-    return _patches(x, k, spec), (x, k)  # computing the windows again is cheaper than storing them
 
 
 def _patches_backward(spec: _Spec, residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -201,14 +206,13 @@ def _patches_backward(spec: _Spec, residuals: Any, g: jax.Array) -> tuple[jax.Ar
     return dx.astype(x.dtype), dk.astype(k.dtype).reshape(k.shape)
 
 
-_patches.defvjp(_patches_forward, _patches_backward)
+_patches = _with_gradient(_patches_forward, _patches_backward)
 
 
 # Rows: windows along the width, one product per kernel row.
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _rows(x: jax.Array, k: jax.Array, spec: _Spec) -> jax.Array:
+def _rows_forward(x: jax.Array, k: jax.Array, spec: _Spec) -> jax.Array:
     """Convolves like `_patches`."""
     h, w, c, o = k.shape
     size = (x.shape[0], *_outputs(x, k, spec.strides), o)
@@ -225,10 +229,6 @@ def _row_windows(x: jax.Array, k: jax.Array, strides: tuple[int, int]) -> list[j
     return [row.reshape(-1, k.shape[1] * k.shape[2]) for row in rows]
 
 
-def _rows_forward(x: jax.Array, k: jax.Array, spec: _Spec) -> tuple[jax.Array, Any]:
-    return _rows(x, k, spec), (x, k)
-
-
 def _rows_backward(spec: _Spec, residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, k = residuals
     (h, w, c, o), (sh, sw) = k.shape, spec.strides
@@ -241,7 +241,7 @@ def _rows_backward(spec: _Spec, residuals: Any, g: jax.Array) -> tuple[jax.Array
     return dx.astype(x.dtype), dk.astype(k.dtype).reshape(k.shape)
 
 
-_rows.defvjp(_rows_forward, _rows_backward)
+_rows = _with_gradient(_rows_forward, _rows_backward)
 
 
 # Blocks: space to depth, then patches.
@@ -291,8 +291,7 @@ def _spread_kernel(k: jax.Array, strides: tuple[int, int]) -> jax.Array:
 # Depthwise: shifted multiply-adds.
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _depthwise(x: jax.Array, k: jax.Array, strides: tuple[int, int]) -> jax.Array:
+def _depthwise_forward(x: jax.Array, k: jax.Array, strides: tuple[int, int]) -> jax.Array:
     """Convolves x [B, H, W, C] with k [h, w, 1, C] without padding: [B, H', W', C]."""
     return sum(view * k[i : i + 1, j : j + 1] for i, j, view in _views(x, k, strides))  # type: ignore[return-value]
 
@@ -307,10 +306,6 @@ def _views(
             yield i, j, view
 
 
-def _depthwise_forward(x: jax.Array, k: jax.Array, strides: tuple[int, int]) -> Any:
-    return _depthwise(x, k, strides), (x, k)
-
-
 def _depthwise_backward(strides: tuple[int, int], residuals: Any, g: jax.Array) -> Any:
     # Reading shifted views of g is several times faster than adding to slices of dx.
     x, k = residuals
@@ -321,7 +316,7 @@ def _depthwise_backward(strides: tuple[int, int], residuals: Any, g: jax.Array) 
     return _depthwise(wide, k[::-1, ::-1], (1, 1)), dk.reshape(k.shape)
 
 
-_depthwise.defvjp(_depthwise_forward, _depthwise_backward)
+_depthwise = _with_gradient(_depthwise_forward, _depthwise_backward)
 
 
 # Winograd: fewer products.
