@@ -6,7 +6,7 @@ import numpy as np
 
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.examples import FederatedData
+from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.data.numbers import rows_per_chunk
 
 _X_TYPES, _Y_TYPES = ("uint8", "int32", "float32"), ("int32", "float32", "bool")
@@ -104,12 +104,16 @@ def describe_holder(data: FederatedData, federation: Federation, row: int) -> st
     """Returns a phrase that names the client and split of an example, for messages."""
     splits = {"training": data.train, "validation": data.validation, "test": data.test}
     for name, split in splits.items():
-        rows, size = np.asarray(split.rows), np.asarray(split.size)
-        matches = (rows == row) & (np.arange(rows.shape[1]) < size[:, None])
+        matches = (np.asarray(split.rows) == row) & row_mask(split)
         if matches.any():
             client = int(np.argmax(matches.any(1)))
             return f"one of the {name} examples of client {_label(federation, client)}"
     raise ValueError(f"no client holds example {row}")  # federate leaves out such examples
+
+
+def row_mask(split: Split) -> np.ndarray:
+    """Returns bool [N, longest]: True for the rows of each client, False for padding."""
+    return np.arange(np.shape(split.rows)[1]) < np.asarray(split.size)[:, None]
 
 
 def _label(federation: Federation, client: int) -> str:

@@ -176,10 +176,9 @@ def portions(data: FederatedData, stored_classes: int) -> Portions:
     labels = y if y.ndim == 1 else np.zeros(len(y), np.int64)
 
     def count(split: Split) -> np.ndarray:
-        rows, size = np.asarray(split.rows), np.asarray(split.size)
-        mask = np.arange(rows.shape[1]) < size[:, None]
+        rows = np.asarray(split.rows)
         cell = np.arange(len(rows))[:, None] * stored_classes + labels[rows]
-        counts = np.bincount(cell[mask], minlength=len(rows) * stored_classes)
+        counts = np.bincount(cell[checks.row_mask(split)], minlength=len(rows) * stored_classes)
         return counts.reshape(len(rows), stored_classes)
 
     return Portions(count(data.train), count(data.validation), count(data.test))
@@ -317,19 +316,13 @@ def _compact(
     """Returns the arrays without unused examples, unless they are mapped from a file."""
     x: Any = normalised.x
     y: Any = normalised.y
-    tables = [np.asarray(split.rows) for split in splits]
-    masks = [
-        np.arange(table.shape[1]) < np.asarray(split.size)[:, None]
-        for table, split in zip(tables, splits, strict=True)
-    ]
-    used = np.zeros(len(x), bool)
-    for table, mask in zip(tables, masks, strict=True):
-        used[table[mask]] = True
-    used |= is_mapped(x)
+    used = np.full(len(x), is_mapped(x))
+    for split in splits:
+        used[np.asarray(split.rows)[checks.row_mask(split)]] = True
     new_row = (np.cumsum(used) - 1).astype(np.int32)
     train, validation, test = (
-        Split(np.where(mask, new_row[table], np.int32(0)), split.size)
-        for table, mask, split in zip(tables, masks, splits, strict=True)
+        Split(np.where(checks.row_mask(split), new_row[split.rows], np.int32(0)), split.size)
+        for split in splits
     )
 
     def with_rank(constant: Any) -> Any:

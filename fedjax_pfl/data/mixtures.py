@@ -12,6 +12,7 @@ _ATTEMPTS = 300
 
 
 def _check_alphas(**alphas: float) -> None:
+    """Raises UsageError unless all concentrations, given by name, are positive and finite."""
     for name, value in alphas.items():
         require(0 < value < np.inf, f"{name}={value} must be positive and finite")
 

@@ -32,9 +32,9 @@ def check_setting_names(owner: str, names: Iterable[str], allowed: Collection[st
 def check_request(
     dataset: Dataset, partition: str, clients: int, split: str, held_out: int, groups: int
 ) -> None:
-    """Raises UsageError for unknown names and for requests that the dataset cannot meet.
+    """Raises UsageError for an unknown partition or split, and for what the dataset cannot give.
 
-    For arguments see `federate`.
+    `held_out` is the number of novel clients, and `groups` the number of architecture groups.
     """
     check_name("partition", partition, partitions.PARTITIONS)
     check_name("split", split, SPLITS)

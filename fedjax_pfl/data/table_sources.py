@@ -56,10 +56,12 @@ def _source(
 
 
 def _csv(path: str, test: str) -> Tables:
+    """Reads a CSV file, and another one for testing unless `test` is empty."""
     return tables.read_csv(path), tables.read_csv(test) if test else None
 
 
 def _parquet(path: str, test: str) -> Tables:
+    """Reads Parquet files; the test table is that of the path `test` if it is not empty."""
     train, own_test = tables.read_parquet(path)
     return train, tables.read_parquet(test)[0] if test else own_test
 
@@ -166,8 +168,9 @@ def cut_windows(
 ) -> Dataset:
     """Cuts a dataset whose examples are rows in order of time into windows of `length` rows.
 
-    Training and test part of an owner are separate; a window and its label are in one of them. For
-    other arguments see `windows`.
+    Windows start `stride` rows apart. The label of a window is `horizon` rows after its last row.
+    The last rows of each owner, a fraction of `test_share`, are for testing; a window and its label
+    are in one of the two parts. Returns the dataset of windows.
     """
     has_owners = series.owner_train is not None
     owner = np.zeros(len(series.x_train), int) if series.owner_train is None else series.owner_train

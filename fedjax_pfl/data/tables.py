@@ -135,6 +135,7 @@ def _convert(name: str, column: str, cells: np.ndarray) -> np.ndarray:
 
 
 def _is_number(cell: str) -> bool:
+    """Returns True if a cell can be read as a real number; 1_2 is a code."""
     try:
         float(cell)
     except ValueError:
@@ -196,6 +197,7 @@ def read_saved(path: str) -> tuple[Table, Table | None]:
 
 
 def _from_splits(name: str, train: list[Any], test: list[Any]) -> tuple[Table, Table | None]:
+    """Joins the Arrow tables of each split. Returns the training table and the test table."""
     import pyarrow
 
     if not train:
@@ -272,6 +274,7 @@ def _to_array(label: str, column: Any) -> np.ndarray:
 
 
 def _decode_images(label: str, files: list[bytes]) -> np.ndarray:
+    """Decodes the image files of the column that `label` names, or raises UsageError."""
     try:
         return decode(files)
     except (OSError, ValueError) as error:

@@ -73,6 +73,7 @@ def _check_consistency(described: Mapping[str, Any]) -> None:
 
 
 def _need(condition: bool, line: str) -> None:
+    """Raises InvalidError with this line if the condition is false."""
     if not condition:
         raise InvalidError(line)
 

@@ -155,7 +155,7 @@ def _read_response(
 
 
 def read_update(server: Server, pending: PendingRequests, i: int, content: bytes) -> ClientUpdate:
-    """Decodes the response `content` of client `i` to a training request.
+    """Decodes the response `content` of client `i` to its training request in `pending`.
 
     An upload that is not finite or too large is decoded and its bytes are counted, but it is not
     `accepted`. Raises InvalidError if the response cannot be decoded.
@@ -182,7 +182,7 @@ def _check_upload(
 
 
 def read_scores(server: Server, pending: PendingRequests, i: int, content: bytes) -> Evaluation:
-    """Decodes the response `content` of client `i` to an evaluation request.
+    """Decodes the response `content` of client `i` to its evaluation request in `pending`.
 
     Raises InvalidError if it cannot be decoded or holds impossible scores.
     """
@@ -226,9 +226,10 @@ def close_round(
     pending: PendingRequests,
     updates: Mapping[int, ClientUpdate],
 ) -> tuple[ServerState, tuple[Log, ...]]:
-    """Computes the server state after a round from the decoded responses by client id.
+    """Computes the server state after the round of the `pending` requests.
 
-    Returns the new state, or the old one if no update was accepted, and a log for each group.
+    `updates` are the decoded responses by client id, without absent clients. Returns the new state,
+    or the old one if no update was accepted, and a log for each group.
     """
     method, ids = server.programs.method, list(pending.requests)
     cohorts, logs = [], []

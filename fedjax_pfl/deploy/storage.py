@@ -88,6 +88,7 @@ class ClientDisk(NamedTuple):
                 self._path(t).unlink(missing_ok=True)
 
     def _path(self, t: int) -> Path:
+        """Returns the path of the file of round `t`."""
         return self.folder / f"visit-{t:09d}"
 
 
