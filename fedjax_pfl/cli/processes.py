@@ -85,7 +85,9 @@ def run_in_processes(options: ProcessOptions) -> Iterator[None]:
         threading.Thread(target=_end_with, args=(alive[0],), daemon=True).start()
         code, line = 1, ""
         try:
-            terminal = _redirect(output)
+            terminal = [os.dup(fd) for fd in (1, 2)]
+            for fd in (1, 2):  # output of libraries goes to a file
+                os.dup2(output.fileno(), fd)
             _write_line(last_line, _JOINING)
             with _ended_by_signals():
                 _join(options, number, address, len(numbers))
@@ -154,15 +156,8 @@ def _end_with(pipe: int) -> None:
     os._exit(GONE)
 
 
-def _redirect(output: IO[bytes]) -> list[int]:
-    """Redirects the terminal's two streams into a file, and returns copies of them."""
-    terminal = [os.dup(fd) for fd in (1, 2)]
-    for fd in (1, 2):
-        os.dup2(output.fileno(), fd)
-    return terminal
-
-
 def _write_line(file: IO[bytes], line: str) -> None:
+    """Replaces the content of a file by a line."""
     os.ftruncate(file.fileno(), 0)
     os.pwrite(file.fileno(), line.encode(), 0)
 
@@ -171,9 +166,9 @@ def _write_line(file: IO[bytes], line: str) -> None:
 def _ended_by_signals() -> Iterator[None]:
     """Lets signals end the process: Python runs no handler while JAX waits for others."""
     numbers = [n for n in interrupt.SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     yield
-    for number, handler in before.items():
+    for number, handler in handlers.items():
         signal.signal(number, handler)
 
 

@@ -43,16 +43,13 @@ class SavedRows(NamedTuple):
 
 def from_json(saved: Any) -> SavedRows:
     """Returns the description with the fields `saved`; the inverse of `_asdict`."""
-    state, best, first, files = (saved[name] for name in SavedRows._fields)
 
     def parts(rows: Any) -> list[Part]:
         return [Part(*row) for row in rows]
 
+    best = None if saved["best"] is None else parts(saved["best"])
     return SavedRows(
-        state=parts(state),
-        best=None if best is None else parts(best),
-        first=parts(first),
-        files=files,
+        state=parts(saved["state"]), best=best, first=parts(saved["first"]), files=saved["files"]
     )
 
 
@@ -74,22 +71,18 @@ class _Writer:
         self.digest.update(content)
         self.position += array.nbytes
 
-    def append_rows(
-        self, g: int, blocks: Iterable[np.ndarray], ids: np.ndarray, records: Any
-    ) -> Part:
-        """Appends the rows of some clients, read block by block.
+    def append_rows(self, g: int, blocks: Iterable[np.ndarray], records: Any) -> Part:
+        """Appends the client ids in all blocks and the records of each block. Returns their part.
 
-        Args:
-          g: Group.
-          blocks: The ids in blocks.
-          ids: All ids.
-          records: Maps a block of ids to records.
+        `g` is the group of the clients; `records` maps a block of ids to records.
         """
-        start = self.position
-        self.write(ids.astype(np.int32))
+        blocks, start = list(blocks), self.position
+        number = sum(map(len, blocks))
+        for block in blocks:
+            self.write(block.astype(np.int32))
         for block in blocks:
             self.write(records(block))
-        return Part(file=self.path.name, at=start, group=g, number=len(ids))
+        return Part(file=self.path.name, at=start, group=g, number=number)
 
     def close(self) -> str:
         """Moves the file to its path. Returns the digest."""
@@ -110,7 +103,7 @@ def write(folder: Path, name: str, clients: ClientStore, best: Snapshot | None) 
     writer = _Writer(folder / f"{name}.rows")
     try:
         first = [
-            writer.append_rows(g, [np.zeros(0)], np.zeros(1), lambda _, rows=rows: rows.first)
+            writer.append_rows(g, [np.zeros(1)], lambda _, rows=rows: rows.first)
             for g, rows in enumerate(clients.groups)
         ]
         state = _write_changed(writer, clients.groups, previous.state if previous else [])
@@ -145,7 +138,7 @@ def _write_changed(
         if sum(part.number for part in group_parts) + len(ids) > 2 * max(1, rows.count):
             group_parts, ids = [], rows.written()
         if len(ids) and rows.layout.size:
-            group_parts.append(writer.append_rows(g, rows.blocks(ids), ids, rows.records))
+            group_parts.append(writer.append_rows(g, rows.blocks(ids), rows.records))
         parts += group_parts
     return parts
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, first_line
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -54,7 +54,7 @@ class Store(NamedTuple):
         """
         import orbax.checkpoint as ocp
 
-        leaves = {name: _to_numpy(tree) for name, tree in trees.items()}
+        leaves = {name: _by_path(jax.tree.map(np.asarray, tree)) for name, tree in trees.items()}
         digests = {
             name: {path: _digest(leaf) for path, leaf in tree_leaves.items()}
             for name, tree_leaves in leaves.items()
@@ -66,12 +66,18 @@ class Store(NamedTuple):
         items = {name: ocp.args.StandardSave(tree) for name, tree in stored.items() if tree}
         content = {"facts": facts, "digests": digests}
         meta = ocp.args.JsonSave(content | {"digest": _json_digest(content)})
-        with _quietly(), self._remove_partial():
-            self.manager.save(step, args=ocp.args.Composite(meta=meta, **items))
-            self.manager.wait_until_finished()
-            temporary = self._folder(step) / f"{SUMS}.part"
-            temporary.write_text(_sums(self._folder(step)))
-            os.replace(temporary, temporary.with_suffix(""))
+        try:
+            with _quietly():
+                self.manager.save(step, args=ocp.args.Composite(meta=meta, **items))
+                self.manager.wait_until_finished()
+                temporary = self._folder(step) / f"{SUMS}.part"
+                temporary.write_text(_sums(self._folder(step)))
+                os.replace(temporary, temporary.with_suffix(""))
+        except Exception as error:
+            _remove_temporary(self.folder)
+            if number := re.search(r"os_error_code='(\d+)'", str(error)):  # from tensorstore
+                raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+            raise
 
     @property
     def folder(self) -> Path:
@@ -85,17 +91,6 @@ class Store(NamedTuple):
 
     def _folder(self, step: int) -> Path:
         return self.folder / str(step)
-
-    @contextlib.contextmanager
-    def _remove_partial(self) -> Iterator[None]:
-        """Removes a partial checkpoint after a failure; raises file system errors as OSError."""
-        try:
-            yield
-        except Exception as error:
-            _remove_temporary(self.folder)
-            if number := re.search(r"os_error_code='(\d+)'", str(error)):  # from tensorstore
-                raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
-            raise
 
     def drop(self, step: int) -> None:
         """Removes a checkpoint."""
@@ -146,7 +141,9 @@ class Store(NamedTuple):
             content = {"facts": meta["facts"], "digests": meta["digests"]}
             is_intact = meta["digest"] == _json_digest(content)
         except Exception as error:  # orbax raises any exception of its layers
-            raise DamagedError(f"its description cannot be read ({_line(error)})") from error
+            raise DamagedError(
+                f"its description cannot be read ({first_line(error)[:200]})"
+            ) from error
         if not is_intact:
             raise DamagedError("its description is not what was saved")
         return content
@@ -168,7 +165,7 @@ class Store(NamedTuple):
                 with _quietly():
                     arrays |= self.manager.restore(step, args=args)[name]
             except Exception as error:
-                raise DamagedError(f"{name} cannot be read ({_line(error)})") from error
+                raise DamagedError(f"{name} cannot be read ({first_line(error)[:200]})") from error
         for path, leaf in expected.items():
             if path not in arrays:
                 raise DamagedError(f"{name}{path} is missing")
@@ -199,7 +196,7 @@ def open_store(directory: Path, keep: int = MAX_CHECKPOINTS, *, read_only: bool 
     if not read_only:
         directory.mkdir(exist_ok=True)
         _remove_temporary(directory)
-    for path in _too_deep(directory):
+    for path in filter(_is_too_deep, directory.glob("*/_CHECKPOINT_METADATA")):
         if read_only:
             raise UsageError(f"{path} is damaged, which hides the others; remove {path.parent}")
         path.unlink()  # lets orbax open the other checkpoints
@@ -236,13 +233,10 @@ def _is_not_from_save(record: logging.LogRecord) -> bool:
 
 
 def _by_path(tree: PyTree) -> dict[str, Any]:
+    """Returns the leaves of a tree by path."""
     return {
         jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
-
-
-def _to_numpy(tree: PyTree) -> dict[str, np.ndarray]:
-    return {path: np.asarray(leaf) for path, leaf in _by_path(tree).items()}
 
 
 def _remove_temporary(directory: Path) -> None:
@@ -251,28 +245,25 @@ def _remove_temporary(directory: Path) -> None:
     Retries for 5 seconds, because threads of a failed save may still write.
     """
     for _ in range(50):
-        paths = list(directory.glob("*.orbax-checkpoint-tmp*"))
-        if not paths:
+        if not (paths := list(directory.glob("*.orbax-checkpoint-tmp*"))):
             return
         for path in paths:
             shutil.rmtree(path, ignore_errors=True)
         time.sleep(0.1)
 
 
-def _too_deep(directory: Path) -> list[Path]:
-    """Returns descriptions that are nested too deeply to parse.
+def _is_too_deep(path: Path) -> bool:
+    """Returns True if JSON is nested too deeply to parse.
 
-    Such a file stops orbax from opening any checkpoint; it ignores other damage.
+    Such a description stops orbax from opening any checkpoint; it ignores other damage.
     """
-    paths = []
-    for path in directory.glob("*/_CHECKPOINT_METADATA"):
-        try:
-            json.loads(path.read_bytes())
-        except RecursionError:
-            paths.append(path)
-        except (OSError, ValueError):
-            continue
-    return paths
+    try:
+        json.loads(path.read_bytes())
+    except RecursionError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
 
 
 def _sums(folder: Path) -> str:
@@ -293,8 +284,3 @@ def _digest(leaf: np.ndarray) -> str:
 
 def _json_digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _line(error: Exception) -> str:
-    """Returns the first line of an error message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -14,7 +14,7 @@ import numpy as np
 
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, PyTree
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, first_line
 from fedjax_pfl.core.groups import group_algorithms, wrap_clients
 from fedjax_pfl.core.randomness import PERSONAL, stage_key
 from fedjax_pfl.data import ClientData, client_data
@@ -264,8 +264,7 @@ def describe(path: str | Path) -> dict[str, Any]:
         with safe_open(path, framework="numpy") as file:
             facts = json.loads((file.metadata() or {}).get(_KEY, "{}"))
     except (OSError, SafetensorError, ValueError, RecursionError) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"{path} cannot be read: {line}") from None
+        raise UsageError(f"{path} cannot be read: {first_line(error)}") from None
     if not isinstance(facts, dict) or facts.get("format") != _FORMAT:
         raise UsageError(f"{path} holds no model of this library")
     return facts
@@ -292,8 +291,8 @@ def load(path: str | Path, model: Any = None) -> tuple[Any, PyTree]:
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
     except Exception as error:  # flax raises many types for a missing or wrong array
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"{path}: its network and its arrays do not fit: {line}") from None
+        problem = f"{path}: its network and its arrays do not fit: {first_line(error)}"
+        raise UsageError(problem) from None
     if shape != (1, *facts["each"], facts["outputs"]):
         raise UsageError(f"{path}: its network has outputs {shape[1:]}, not {facts['outputs']}")
     return net, variables

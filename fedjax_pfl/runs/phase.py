@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from fedjax_pfl import data, transforms
 from fedjax_pfl.core import local_training, optimizers
 from fedjax_pfl.core.algorithm import Algorithm, Federation
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, first_line
 from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.core.shape_check import check_shapes
 from fedjax_pfl.data.checks import describe_holder
@@ -314,7 +314,7 @@ def _model(inputs: PhaseInputs, config: ConfigDict, conv: str) -> Any:
     except Exception as error:  # flax raises any type if an input is too small for a layer
         if isinstance(error, UsageError) and config.model not in configuration.MODELS:
             raise
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        line = first_line(error)
         label = f"{config.model} {options}" if options else config.model
         if config.model not in configuration.MODELS:
             hint = "; an NNX module has Dropout(..., rngs=rngs)" if "rngs" in line else ""

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import errno
+import io
 import json
 import os
 import platform
@@ -156,9 +157,9 @@ def _temporary(path: Path) -> Path:
     return path.with_name(path.name + ".part")
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, content: str | bytes) -> None:
     """Writes a file atomically: a reader sees the old content or the new one."""
-    _temporary(path).write_text(text)
+    _temporary(path).write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(_temporary(path), path)
 
 
@@ -181,19 +182,17 @@ def append_metrics(directory: Path, line: dict[str, Any]) -> None:
 
 def write_clients(directory: Path, rows: list[dict[str, Any]]) -> None:
     """Writes clients.csv, one row per client."""
-    path = directory / "clients.csv"
-    with open(_temporary(path), "w", newline="", encoding="utf-8") as file:
-        csv_tables.write(file, rows)
-    os.replace(_temporary(path), path)
+    buffer = io.StringIO(newline="")
+    csv_tables.write(buffer, rows)
+    _replace(directory / "clients.csv", buffer.getvalue())
 
 
 def write_observations(directory: Path, observations: Observations) -> None:
     """Writes NAME.npz for each observation: `rounds` [E] and `values` [E, ...]."""
     for name, (rounds, arrays) in observations.items():
-        path = directory / f"{name}.npz"
-        with open(_temporary(path), "wb") as file:
-            np.savez_compressed(file, rounds=np.asarray(rounds), values=np.stack(arrays))
-        os.replace(_temporary(path), path)
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, rounds=np.asarray(rounds), values=np.stack(arrays))
+        _replace(directory / f"{name}.npz", buffer.getvalue())
 
 
 def read_observations(directory: Path, until: int, *, read_only: bool = False) -> Observations:

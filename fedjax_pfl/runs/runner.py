@@ -11,7 +11,7 @@ import jax
 from ml_collections import ConfigDict
 
 from fedjax_pfl.core.algorithm import State
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, first_line
 from fedjax_pfl.report import method_labels, tensorboard
 from fedjax_pfl.runs import checkpoints, progress, reference_runs, run_directory, sweep_settings
 from fedjax_pfl.runs.build import Experiment, build, example_facts, fixed_length_reason
@@ -191,7 +191,7 @@ def run_configs(
         try:
             return _execute(experiment, sweep_runs, stop, callbacks)
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
-            line = (str(error).splitlines() or ["MemoryError"])[0][:200]
+            line = first_line(error)[:200]
             if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in line:
                 runs = ", or fewer seeds or values at a time" if len(sweep_runs) > 1 else ""
                 raise UsageError(

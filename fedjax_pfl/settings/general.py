@@ -13,6 +13,8 @@ STORES = ("auto", "device", "sharded", "host", "disk")
 
 _BUILTIN = tuple(OPTIMIZERS)  # a user-defined optimiser contains its learning rate
 _hyperparameter = functools.partial(Setting, per_phase=True, tunable=True)
+_data = functools.partial(Setting, defines_data=True)
+_machine = functools.partial(Setting, resumable=True)
 
 SETTING_GROUPS: dict[str, dict[str, Setting]] = {
     "Method and model": {
@@ -47,73 +49,49 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
         ),
     },
     "Data": {
-        "dataset": Setting(
-            "digits", "Dataset. Its settings are in the group of its name.", defines_data=True
+        "dataset": _data("digits", "Dataset. Its settings are in the group of its name."),
+        "data_dir": _machine(
+            str, "Directory of prepared tfds datasets; unset: TFDS_DATA_DIR.", per_process=True
         ),
-        "data_dir": Setting(
-            str,
-            "Directory of prepared tfds datasets; unset: TFDS_DATA_DIR.",
-            resumable=True,
-            per_process=True,
+        "fraction": _data(
+            1.0, "Fraction of the dataset to use, sampled at random.", above=0, high=1
         ),
-        "fraction": Setting(
-            1.0,
-            "Fraction of the dataset to use, sampled at random.",
-            above=0,
-            high=1,
-            defines_data=True,
-        ),
-        "partition": Setting(
+        "partition": _data(
             "classes",
             "Split of the examples between clients. Its settings are in the group of its name.",
-            defines_data=True,
         ),
-        "partition_seed": Setting(
-            0, "Seed of the partition, independent of seed.", low=0, defines_data=True
-        ),
-        "split": Setting(
+        "partition_seed": _data(0, "Seed of the partition, independent of seed.", low=0),
+        "split": _data(
             "pooled",
             "Source of the test examples: part of each client's examples (pooled), the "
             "dataset's test set (official), or one test set for all clients (shared).",
             choices=("pooled", "official", "shared"),
-            defines_data=True,
         ),
-        "test_fraction": Setting(
-            0.3,
-            "Fraction of examples for testing. Ignored if split is official.",
-            low=0,
-            below=1,
-            defines_data=True,
+        "test_fraction": _data(
+            0.3, "Fraction of examples for testing. Ignored if split is official.", low=0, below=1
         ),
-        "validation_fraction": Setting(
+        "validation_fraction": _data(
             0.0,
             "Fraction of examples for validation, which selects the best round of a run; 0: "
             "no validation.",
             low=0,
             below=1,
-            defines_data=True,
         ),
-        "validation_examples": Setting(
+        "validation_examples": _data(
             int,
             "Number of validation examples, instead of the fraction, if split is official or "
             "shared.",
             low=1,
-            defines_data=True,
         ),
-        "permute_labels": Setting(
-            False, "Permute the class labels of every client at random.", defines_data=True
-        ),
+        "permute_labels": _data(False, "Permute the class labels of every client at random."),
         "augment": Setting(
             False, "Random crops, flips, colours and grayscale during training; images only."
         ),
     },
     "Clients and rounds": {
-        "clients": Setting(10, "Number of clients.", low=1, defines_data=True),
-        "held_out": Setting(
-            0,
-            "Number of clients, the last ones, that are evaluated but never train.",
-            low=0,
-            defines_data=True,
+        "clients": _data(10, "Number of clients.", low=1),
+        "held_out": _data(
+            0, "Number of clients, the last ones, that are evaluated but never train.", low=0
         ),
         "participants": Setting(
             "active",
@@ -284,19 +262,17 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
             "Select the best round by validation accuracy after local fine-tuning instead of "
             "before.",
         ),
-        "reference": Setting(
+        "reference": _machine(
             False,
             "Also run Local and FedAvg on the same data, and report whether the method helped.",
-            resumable=True,
         ),
-        "beside": Setting(
+        "beside": _machine(
             "",
             "Directories of finished reference runs on the same data, separated by commas. "
             "The report compares with them, and with runs of Local and FedAvg in neighbouring"
             " directories.",
-            resumable=True,
         ),
-        "tensorboard": Setting(False, "Write an event file for TensorBoard.", resumable=True),
+        "tensorboard": _machine(False, "Write an event file for TensorBoard."),
     },
     "Several runs": {
         "seed": Setting(
@@ -320,41 +296,36 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
         ),
     },
     "Memory and speed": {
-        "checkpoint_every": Setting(
-            int, "Rounds between checkpoints; unset: by elapsed time.", low=1, resumable=True
+        "checkpoint_every": _machine(
+            int, "Rounds between checkpoints; unset: by elapsed time.", low=1
         ),
-        "chunk": Setting(
+        "chunk": _machine(
             int,
             "Number of clients computed together on a device; unset: 1 on CPU, all otherwise.",
             low=1,
-            resumable=True,
         ),
-        "devices": Setting(
+        "devices": _machine(
             int,
             "Number of devices to spread clients over; unset: all, on CPU at most the number "
             "of clients per round.",
             low=1,
-            resumable=True,
         ),
-        "store": Setting(
+        "store": _machine(
             "auto",
             "Storage of examples and state. device: everything on every device. sharded: "
             "client state spread over devices. host, disk: client state off the devices, "
             "loaded for each round's cohort. auto: the first of these that fits well.",
             choices=STORES,
-            resumable=True,
         ),
-        "memory_gb": Setting(
+        "memory_gb": _machine(
             float,
             "Memory of a device in GB. Chooses chunk to fit; a run that cannot fit is refused.",
             above=0,
-            resumable=True,
         ),
-        "conv": Setting(
+        "conv": _machine(
             "auto",
             "Implementation of convolutions: auto, patches, rows, blocks, winograd or xla.",
             choices=("auto", "patches", "rows", "blocks", "winograd", "xla"),
-            resumable=True,
         ),
     },
 }

@@ -24,10 +24,7 @@ KINDS = ("settings", *TABLES)
 
 def listing(kind: str) -> str:
     """Returns a listing of one of `KINDS`, at most 100 columns wide."""
-    if kind == "settings":
-        return "\n".join(_settings())
-    setting, table = TABLES[kind]
-    return "\n".join(_factories(kind, setting, table))
+    return "\n".join(_settings() if kind == "settings" else _factories(kind, *TABLES[kind]))
 
 
 def command_help(method: str) -> str:

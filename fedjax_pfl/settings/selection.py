@@ -35,15 +35,17 @@ def check_used(
       configs: The resulting configurations: one, or one per method of a tuning run.
       registry: Components by name.
     """
-    all_phases = [phase for config in configs for phase in phases(config, registry)]
-    all_groups = [group for phase in all_phases for group in groups(phase, registry)]
-    _check(changes, all_groups, "", registry)
-    for config in configs:
-        for number, phase in enumerate(phases(config, registry)):
-            phase_changes = config.phases[number] if config.phases else {}
-            _check(phase_changes, groups(phase, registry), f"phases[{number}].", registry)
+    # Per configuration, phase and group.
+    resolved = [
+        [groups(phase, registry) for phase in phases(config, registry)] for config in configs
+    ]
+    everything = [group for by_phase in resolved for by_group in by_phase for group in by_group]
+    _check(changes, everything, "", registry)
+    for config, by_phase in zip(configs, resolved, strict=True):
+        for number, phase_changes in enumerate(config.phases):
+            _check(phase_changes, by_phase[number], f"phases[{number}].", registry)
         for number, group_changes in enumerate(config.groups):
-            group_configs = [groups(phase, registry)[number] for phase in phases(config, registry)]
+            group_configs = [by_group[number] for by_group in by_phase]
             _check(group_changes, group_configs, f"groups[{number}].", registry)
 
 
@@ -57,25 +59,21 @@ def _check(
     for name, values in changes.items():
         if name in SETTINGS:
             _check_condition(name, values, configs, prefix)
-        kinds = [kind for kind, table in registry._asdict().items() if name in table]
-        if not kinds or not isinstance(values, Mapping):
-            continue
-        (kind,) = kinds
-        selected = dict.fromkeys(component_name(config, kind) for config in configs)
-        for key in values:
-            if name not in selected:
+        for kind, table in registry._asdict().items():
+            selected = dict.fromkeys(component_name(config, kind) for config in configs)
+            if name in table and name not in selected and isinstance(values, Mapping) and values:
+                path = f"{prefix}{name}.{next(iter(values))}"
                 raise UsageError(
-                    f"{prefix}{name}.{key} counts with {kind}={name} only, and {kind} is "
-                    f"{' or '.join(selected)}; set {prefix}{kind} to {name}, or leave "
-                    f"{prefix}{name}.{key} out"
+                    f"{path} counts with {kind}={name} only, and {kind} is "
+                    f"{' or '.join(selected)}; set {prefix}{kind} to {name}, or leave {path} out"
                 )
 
 
 def _check_condition(name: str, value: Any, configs: Sequence[ConfigDict], prefix: str) -> None:
     """Raises UsageError for a setting whose condition (`used_with`) holds in no configuration."""
     setting = SETTINGS[name]
-    is_default = _as_list(value) == _as_list(setting.default_value)
-    if is_default or any(setting.is_used(config.get) for config in configs):
+    value = tuple(value) if isinstance(value, list) else value
+    if value == setting.default_value or any(setting.is_used(config.get) for config in configs):
         return
     condition, choices = setting.used_with or ("", ())
     actual = " or ".join(dict.fromkeys(str(config[condition]) for config in configs))
@@ -83,10 +81,6 @@ def _check_condition(name: str, value: Any, configs: Sequence[ConfigDict], prefi
         f"{prefix}{name} counts with {condition}={' or '.join(choices)} only, and {condition} is "
         f"{actual}; change {prefix}{condition}, or leave {prefix}{name} out"
     )
-
-
-def _as_list(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple | list) else value
 
 
 def check_owners(dataset: Dataset | None, configs: Iterable[ConfigDict]) -> None:

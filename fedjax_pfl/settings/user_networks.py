@@ -56,7 +56,15 @@ def user_network(name: str, network: Any, digest: str) -> Callable[..., UserNetw
         if isinstance(network, nn.Module):
             return LinenNetwork(name, facts, network.clone(**settings))
         if "rngs" in accepted or _is_nnx_class(network):
-            return _nnx_network(name, facts, network, arguments, "rngs" in accepted)
+            from flax import nnx
+
+            from fedjax_pfl.networks.user_defined_nnx import NnxNetwork
+
+            def create(rngs: Any) -> Any:
+                created = network(**arguments, **({"rngs": rngs} if "rngs" in accepted else {}))
+                return _check_module(name, created, nnx.Module)
+
+            return NnxNetwork(name, facts, create)
         return LinenNetwork(name, facts, _check_module(name, network(**arguments), nn.Module))
 
     factory.__annotations__ = {key: type(value) for key, value in defaults.items()}
@@ -78,39 +86,16 @@ def _is_torch(network: Any) -> bool:
     return any(base.__module__.partition(".")[0] == "torch" for base in classes)
 
 
-def _nnx_network(
-    name: str,
-    facts: Mapping[str, Any],
-    factory: Any,
-    arguments: Mapping[str, Any],
-    takes_rngs: bool,
-) -> UserNetwork:
-    """Returns a network that creates an NNX module from `arguments` and, if it takes them, rngs."""
-    from flax import nnx
-
-    from fedjax_pfl.networks.user_defined_nnx import NnxNetwork
-
-    def create(rngs: Any) -> Any:
-        module = factory(**arguments, **({"rngs": rngs} if takes_rngs else {}))
-        return _check_module(name, module, nnx.Module)
-
-    return NnxNetwork(name, facts, create)
-
-
-def _nnx_module() -> type | None:
-    """Returns NNX's Module if NNX is imported already: the import is slow."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx.Module if nnx else None
-
-
 def _is_nnx(value: Any) -> bool:
-    module = _nnx_module()
-    return module is not None and isinstance(value, module)
+    """Returns True for an NNX module, without importing NNX, which is slow."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(value, nnx.Module)
 
 
 def _is_nnx_class(value: Any) -> bool:
-    module = _nnx_module()
-    return module is not None and inspect.isclass(value) and issubclass(value, module)
+    """Returns True for the class of an NNX module, without importing NNX."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and inspect.isclass(value) and issubclass(value, nnx.Module)
 
 
 def _check_module(name: str, module: Any, kind: type) -> Any:

@@ -117,7 +117,7 @@ def _set_rounds(config: ConfigDict, rounds: int, registry: Registry) -> None:
 def equalize_evaluations(configs: Mapping[str, ConfigDict], registry: Registry = BUILTINS) -> None:
     """Gives all methods the same number of evaluations, in place, by changing `eval_every`.
 
-    The first method has this number already unless another method cannot have it.
+    This is the number of the first method, or the largest that all methods can have.
     """
     target = evaluations(next(iter(configs.values())), registry)
     while {evaluations(config, registry) for config in configs.values()} != {target}:
@@ -168,20 +168,15 @@ def configs(trial: Trial, seeds: int) -> Iterator[tuple[Point, list[ConfigDict]]
         yield point, by_seed
 
 
-def _is_finished(path: Path | None) -> bool:
-    return path is not None and (path / "report.html").is_file()
-
-
 def collect(trial: Trial, seeds: int, folder: Path) -> list[PointResult]:
     """Returns every point of a trial with its finished runs in a folder."""
     index, results = RunIndex(folder), []
     for point, by_seed in configs(trial, seeds):
-        paths = {config.seed: index.find(config, trial.registry)[1] for config in by_seed}
-        runs = {
-            seed: run_reader.read(path)
-            for seed, path in paths.items()
-            if path is not None and _is_finished(path)
-        }
+        runs = {}
+        for config in by_seed:
+            _, path = index.find(config, trial.registry)
+            if path and (path / "report.html").is_file():
+                runs[config.seed] = run_reader.read(path)
         results.append(PointResult(point=point, config=by_seed[0], runs=runs, seeds=seeds))
     return results
 
@@ -198,17 +193,18 @@ def run(trials: Sequence[Trial], seeds: int, folder: Path, max_runs: int | None)
             count += len(by_seed)
             for config in by_seed:
                 key, path = index.find(config, registry)
-                if _is_finished(path):
+                if path and (path / "report.html").is_file():
                     continue
-                steps = path.glob("checkpoints/*") if path else ()
+                name, steps = _directory_name(trial.method, point, config.seed, key), set[int]()
+                if path:
+                    name = str(path.relative_to(folder))
+                    steps = {int(p.name) for p in path.glob("checkpoints/*") if p.name.isdigit()}
                 job = Job(
                     method=trial.method,
                     point=point,
                     config=config,
-                    name=str(path.relative_to(folder))
-                    if path
-                    else _directory_name(trial.method, point, config.seed, key),
-                    steps=frozenset(int(step.name) for step in steps if step.name.isdigit()),
+                    name=name,
+                    steps=frozenset(steps),
                 )
                 jobs.setdefault(key, job)
     with interrupt.on_signals() as stop:
