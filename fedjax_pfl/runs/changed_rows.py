@@ -160,7 +160,7 @@ def remove_unused(folder: Path, needed: Iterable[Iterable[str]]) -> None:
             path.unlink(missing_ok=True)
 
 
-def check(folder: Path, saved: SavedRows) -> None:
+def check_files(folder: Path, saved: SavedRows) -> None:
     """Raises DamagedError if a file has changed since it was written."""
     for name, digest in saved.files.items():
         try:
@@ -176,11 +176,12 @@ def read(
     folder: Path,
     saved: SavedRows,
     templates: Sequence[PyTree],
+    *,
     has_groups: bool,
     make: Callable[[PyTree], RowStore],
     offload: Sequence[str] = (),
 ) -> tuple[ClientStore, Snapshot | None]:
-    """Reads the clients of a checkpoint and of its best round. Call `check` first.
+    """Reads the clients of a checkpoint and of its best round. Call `check_files` first.
 
     Args:
       folder: Folder of the files.

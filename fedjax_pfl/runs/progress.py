@@ -33,7 +33,7 @@ def memory_line(needed: Requirement, store: str) -> str:
     return f"memory needed: at least {text[store]}"
 
 
-def score(metric: Metric, lines: Sequence[Mapping[str, Any]], stage: str) -> str:
+def mean_score(metric: Metric, lines: Sequence[Mapping[str, Any]], stage: str) -> str:
     """Formats the mean of a metric over runs before or after local training; "" if none is finite.
 
     `lines` has the last line of metrics.jsonl of each run of a program.
@@ -48,7 +48,7 @@ def evaluation_line(metric: Metric, lines: Sequence[Mapping[str, Any]], end: int
 
     `lines` has the last line of metrics.jsonl of each run of a program; `end` is the last round.
     """
-    scores = [(stage, score(metric, lines, stage)) for stage in ("before", "after")]
+    scores = [(stage, mean_score(metric, lines, stage)) for stage in ("before", "after")]
     score_text = ", ".join(f"{value} {stage}" for stage, value in scores if value)
     losses = [number((line["before"] or {}).get("loss")) for line in lines]
     traffic = sum(line["bytes_down"] + line["bytes_up"] for line in lines)

@@ -200,7 +200,7 @@ def restore(
         trees = store.restore(step, dict.fromkeys(names, template))
         return at, trees["state"], trees.get("best")
     saved_rows = changed_rows.from_json(rows)
-    changed_rows.check(store.rows, saved_rows)
+    changed_rows.check_files(store.rows, saved_rows)
     phase = experiment.phases[at.phase]
     shared_template, client_templates = split_state(phase.algorithm, template)
     best_template = template if saved_rows.best is None else shared_template
@@ -217,9 +217,9 @@ def restore(
         store.rows,
         saved_rows,
         client_templates,
-        groups.has_groups(phase.algorithm),
-        make,
-        part_names(phase.algorithm),
+        has_groups=groups.has_groups(phase.algorithm),
+        make=make,
+        offload=part_names(phase.algorithm),
     )
     state, best = trees["state"]._replace(clients=clients), trees.get("best")
     if best_clients is not None and best is not None:

@@ -225,7 +225,7 @@ def _report_progress(loop: Loop, call: Call) -> None:
     if call.scores is not None:
         metric = loop.experiment.federation.task.metrics[0]
         lines = [sweep_run.at.metrics[-1] for sweep_run in loop.sweep_runs]
-        loop.bar.set_postfix({metric.name: progress.score(metric, lines, "before")})
+        loop.bar.set_postfix({metric.name: progress.mean_score(metric, lines, "before")})
         if multiprocess.lead() and not sys.stderr.isatty():
             message = progress.evaluation_line(metric, lines, loop.experiment.phases[-1].end)
             loop.bar.write(message, file=sys.stderr)

@@ -244,28 +244,24 @@ def _source_digest(component: Any) -> str:
     It covers the source text alone: functions that it calls, values that it closes over and the
     library may change without changing the digest.
     """
-    code_object = component if hasattr(component, "__name__") else type(component)
-    code = getattr(
-        inspect.unwrap(code_object) if callable(code_object) else code_object, "__code__", None
-    )
+    definition = component if hasattr(component, "__name__") else type(component)
     try:
         # From Python 3.13 on, inspect returns the whole argument of `python -c` for these.
+        code = _code_of(definition)
         if code is not None and code.co_filename == "<string>":
             raise OSError
-        text = inspect.getsource(code_object)
+        text = inspect.getsource(definition)
     except (OSError, TypeError):  # defined interactively, or no function
-        parts = (
-            [code_object, *vars(code_object).values()]
-            if inspect.isclass(code_object)
-            else [code_object]
-        )
-        codes = [
-            getattr(inspect.unwrap(part), "__code__", None) for part in parts if callable(part)
-        ]
-        text = "".join(_code_text(code) for code in codes if code is not None)
-    if code_object is not component:  # the fields of a module, without addresses of functions
+        parts = [definition, *(vars(definition).values() if inspect.isclass(definition) else ())]
+        text = "".join(_code_text(code) for code in map(_code_of, parts) if code is not None)
+    if definition is not component:  # the fields of a module, without addresses of functions
         text += re.sub(" at 0x[0-9a-f]+", "", repr(component))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _code_of(value: Any) -> types.CodeType | None:
+    """Returns the code of a function, or None for anything else."""
+    return getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
 
 
 def _with_digest(name: str, factory: Callable[..., Any], content: str) -> Factory:
@@ -294,6 +290,7 @@ def _with_digest(name: str, factory: Callable[..., Any], content: str) -> Factor
 
 
 def _code_text(code: types.CodeType) -> str:
+    """Returns code as text that is the same in every process."""
     constants = [_constant_text(constant) for constant in code.co_consts]
     return f"{code.co_code!r}{code.co_names}{code.co_varnames}{constants}"
 

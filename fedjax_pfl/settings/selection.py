@@ -40,16 +40,16 @@ def check_used(
         [groups(phase, registry) for phase in phases(config, registry)] for config in configs
     ]
     everything = [group for by_phase in resolved for by_group in by_phase for group in by_group]
-    _check(changes, everything, "", registry)
+    _check_effect(changes, everything, "", registry)
     for config, by_phase in zip(configs, resolved, strict=True):
         for number, phase_changes in enumerate(config.phases):
-            _check(phase_changes, by_phase[number], f"phases[{number}].", registry)
+            _check_effect(phase_changes, by_phase[number], f"phases[{number}].", registry)
         for number, group_changes in enumerate(config.groups):
             group_configs = [by_group[number] for by_group in by_phase]
-            _check(group_changes, group_configs, f"groups[{number}].", registry)
+            _check_effect(group_changes, group_configs, f"groups[{number}].", registry)
 
 
-def _check(
+def _check_effect(
     changes: Mapping[str, Any], configs: Sequence[ConfigDict], prefix: str, registry: Registry
 ) -> None:
     """Raises UsageError for a setting in `changes` that none of the configurations uses.

@@ -322,7 +322,7 @@ def test_a_lead_within_what_seeds_differ_by_is_named():
 
 
 def test_the_picture_has_a_panel_for_each_number_and_a_line_for_each_method():
-    figure = show.draw(FOUND).figure
+    figure = show.draw_scores(FOUND).figure
     panels = [axes for axes in figure.axes if axes.get_visible()]
     assert [axes.get_xlabel() for axes in panels] == ["learning_rate", "pfedla.rate"]
     assert [axes.get_xscale() for axes in panels] == ["log", "linear"]
@@ -330,7 +330,7 @@ def test_the_picture_has_a_panel_for_each_number_and_a_line_for_each_method():
     assert best.get_xdata().tolist() == [0.01, 0.1, 1.0]
     assert best.get_ydata().tolist() == pytest.approx([0.85, 0.6, 0.6])
     assert panels[0].lines[4].get_ydata().tolist() == pytest.approx([0.75])  # the better of two
-    assert show.draw({"local": [tried(0.5, learning_rate=1.0)]}) is None
+    assert show.draw_scores({"local": [tried(0.5, learning_rate=1.0)]}) is None
 
 
 def loaded(text):
@@ -385,7 +385,7 @@ def test_the_preset_gives_what_was_chosen():
 
 
 def test_the_page_has_a_heading_for_each_part():
-    picture = show.draw(FOUND)
+    picture = show.draw_scores(FOUND)
     text = show.page(FOUND, ["said"], picture)
     heads = re.findall(r"<section>\s*<h2>(.*?)</h2>", text)
     assert heads == [*FOUND, "Score by setting"]

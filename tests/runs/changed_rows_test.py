@@ -34,10 +34,14 @@ def assert_equal(*stores):
 
 def read(folder, saved):
     shapes = [jax.tree.map(lambda a: np.broadcast_to(a, (N, *np.shape(a))), FIRST), ()]
-    changed_rows.check(folder, saved)
+    changed_rows.check_files(folder, saved)
     decoded = changed_rows.from_json(saved._asdict())
     return changed_rows.read(
-        folder, decoded, shapes, True, lambda first: RowStore(first, N, "disk", folder)
+        folder,
+        decoded,
+        shapes,
+        has_groups=True,
+        make=lambda first: RowStore(first, N, "disk", folder),
     )
 
 
@@ -53,7 +57,7 @@ def test_a_checkpoint_writes_changed_rows_only(tmp_path):
         recent = [part for part in (previous, saved) if part]
         changed_rows.remove_unused(tmp_path, [part.files for part in recent])
         for part in recent:
-            changed_rows.check(tmp_path, part)
+            changed_rows.check_files(tmp_path, part)
         read_clients, read_best = read(tmp_path, saved)
         assert_equal(read_clients, clients)
         assert (best is None) == (read_best is None)
@@ -76,13 +80,13 @@ def test_damaged_rows_are_detected(damage, tmp_path):
     path = tmp_path / "1.rows"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
-    changed_rows.check(tmp_path, saved)
+    changed_rows.check_files(tmp_path, saved)
     if damage == "missing":
         path.unlink()
     else:
         path.write_bytes(content if damage == "flipped" else content[:-1])
     with pytest.raises(DamagedError, match=r"1\.rows"):
-        changed_rows.check(tmp_path, saved)
+        changed_rows.check_files(tmp_path, saved)
 
 
 def test_a_failed_write_leaves_no_file_and_can_be_repeated(tmp_path, monkeypatch):

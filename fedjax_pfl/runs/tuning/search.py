@@ -233,7 +233,7 @@ def _write(results: Results, lines: Sequence[str], code: str | None, out: Path) 
 
     `lines` are heading and notes; `code` is the content of tuned.py, or None.
     """
-    picture = show.draw(results)
+    picture = show.draw_scores(results)
     texts = {form: format_results(results, lines, form) + "\n" for form in FORMATS}
     files = {
         **{f"tune.{FORMATS[form]}": text for form, text in texts.items()},

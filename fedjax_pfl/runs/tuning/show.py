@@ -168,7 +168,7 @@ def as_csv(results: Results) -> str:
     return buffer.getvalue().rstrip("\n")
 
 
-def draw(results: Results) -> Picture | None:
+def draw_scores(results: Results) -> Picture | None:
     """Draws the score against each numeric setting. Returns None if no setting has two values."""
     values: dict[str, set[float]] = {}
     for result in itertools.chain.from_iterable(results.values()):
