@@ -1,4 +1,4 @@
-"""Networks and tasks that a caller brings: settings, digests, files, and what is refused."""
+"""Tests of user-defined networks and tasks: settings, digests, exported files and errors."""
 
 import json
 
@@ -20,11 +20,11 @@ from tests.commands import message
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
 
-DRAW = np.random.default_rng(0)
-X = DRAW.normal(size=(48, 5)).astype(np.float32)
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(48, 5)).astype(np.float32)
 Y = (X[:, 0] > 0).astype(int)
-WHO = np.array(["Bern", "Cairo", "Delhi"])[np.arange(48) % 3]
-TOKENS = DRAW.integers(0, 7, (48, 6))
+OWNERS = np.array(["Bern", "Cairo", "Delhi"])[np.arange(48) % 3]
+TOKENS = RNG.integers(0, 7, (48, 6))
 SETTINGS = {
     "partition": "natural",
     "clients": 3,
@@ -35,8 +35,8 @@ SETTINGS = {
 }
 
 
-def examples(x=X, y=Y, **more):
-    return fedjax_pfl.arrays(x, y, owners=WHO, name="mine", **more)
+def examples(x=X, y=Y):
+    return fedjax_pfl.arrays(x, y, owners=OWNERS, name="mine")
 
 
 class Net(nn.Module):
@@ -69,107 +69,108 @@ def logistic(outputs, *, weight: float = 1.0):
     return Task(loss, (ACCURACY._replace(name="right", unit=""),), has_classes=True)
 
 
-def written(settings, **brought):
-    """Settings as a run directory has them, of a run that is not run."""
-    words, given = custom.register({**SETTINGS, **settings}, dataset=examples(), **brought)
-    config = configuration.complete(given, words)
-    build(config, registry=words)
-    return configuration.resolve(config, words)
+def resolved(settings, **components):
+    """Returns the settings that a run with user-defined components records."""
+    settings = {**SETTINGS, **settings}
+    registry, settings = custom.register(settings, dataset=examples(), **components)
+    config = configuration.complete(settings, registry)
+    build(config, registry=registry)
+    return configuration.resolve(config, registry)
 
 
-def test_a_directory_goes_on_with_the_same_network_and_files_are_read_back(tmp_path):
-    settings = {**SETTINGS, "algorithm": "fedper", "Net": {"hidden": 3, "widths": (4, 2)}}
-
-    def run(**more):
-        brought = {"dataset": examples(), "model": Net, "task": logistic}
-        return fedjax_pfl.run({**settings, **more}, tmp_path / "run", **brought)
-
-    result = run()
-    there = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert (there["model"], there["task"]) == ("Net", "logistic")
-    assert (there["Net"]["hidden"], there["Net"]["widths"]) == (3, [4, 2])
-    assert there["Net"]["digest"] != there["logistic"]["digest"]
+def test_runs_and_exported_files_need_the_same_network(tmp_path):
+    network = {"hidden": 3, "widths": (4, 2)}
+    settings = {**SETTINGS, "algorithm": "fedper", "Net": network}
+    components = {"dataset": examples(), "model": Net, "task": logistic}
+    directory = tmp_path / "run"
+    result = fedjax_pfl.run(settings, directory, **components)
+    config = json.loads((directory / "config.json").read_text())
+    assert (config["model"], config["task"]) == ("Net", "logistic")
+    assert (config["Net"]["hidden"], config["Net"]["widths"]) == (3, [4, 2])
+    assert config["Net"]["digest"] != config["logistic"]["digest"]
     assert "right_mean" in result.metrics[-1]["before"]
-    assert run().resumed_at == 1
-    other = {"Net": {**settings["Net"], "digest": "0" * 16}}
-    assert "Net.digest is 0000000000000000, but the code has" in message(lambda: run(**other))
-    # And what is exported is what the client is served.
-    assert "was run with a task of your own, logistic" in message(
-        lambda: export.load_result(tmp_path / "run", dataset=examples(), model=Net)
-    )
-    brought = {"dataset": examples(), "model": Net, "task": logistic}
-    paths = export.write_models(export.load_result(tmp_path / "run", **brought), tmp_path / "files")
-    assert "a network of your own, Net; use load(path, model=Net)" in message(
-        lambda: export.load(paths[1])
-    )
-    assert "network Net, got Modern" in message(lambda: export.load(paths[1], Modern))
-    model, variables = export.load(paths[1], Net)
-    assert export.describe(paths[1])["model"]["hidden"] == 3
+    assert fedjax_pfl.run(settings, directory, **components).resumed_at == 1
+    changed = {**settings, "Net": {**network, "digest": "0" * 16}}
+    line = message(lambda: fedjax_pfl.run(changed, directory, **components))
+    assert "Net.digest is 0000000000000000, but the code has " in line
+
+    line = message(lambda: export.load_result(directory, dataset=examples(), model=Net))
+    assert "was run with a task of your own, logistic" in line
+    loaded = export.load_result(directory, **components)
+    path = export.write_models(loaded, tmp_path / "files")[1]
+    line = "of a network of your own, Net; load(path, model=Net)"
+    assert line in message(export.load, path)
+    assert "network Net, and Modern is given" in message(export.load, path, Modern)
+    model, variables = export.load(path, Net)
+    assert export.describe(path)["model"]["hidden"] == 3
     head = variables["params"].pop(model.head)
     assert head["kernel"].shape == (2, 2)
-    np.testing.assert_array_equal(
-        head["bias"], result.state.clients.personal["params"][model.head]["bias"][1]
-    )
+    expected = result.state.clients.personal["params"][model.head]["bias"][1]
+    np.testing.assert_array_equal(head["bias"], expected)
 
 
-def test_modules_classes_and_functions_and_their_settings():
-    def made(outputs, *, hidden: int = 5, rngs):
-        return Modern(outputs, hidden, rngs=rngs)
+def nnx_factory(outputs, *, hidden: int = 5, rngs):
+    return Modern(outputs, hidden, rngs=rngs)
 
-    def linen(outputs, width=4):
-        return Net(outputs, width)
 
-    for brought, name, own in (
+def linen_factory(outputs, width=4):
+    return Net(outputs, width)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "settings"),
+    [
         (Net, "Net", {"hidden": 6, "widths": (4,)}),
         (Net(2, hidden=9), "Net", {"hidden": 9, "widths": (4,)}),
         (Modern, "Modern", {"hidden": 6}),
-        (made, "made", {"hidden": 5}),
-        (linen, "linen", {"width": 4}),
-    ):
-        config = written({}, model=brought)
-        assert config["model"] == name
-        assert len(config[name].pop("digest")) == 16
-        assert config[name] == own
+        (nnx_factory, "nnx_factory", {"hidden": 5}),
+        (linen_factory, "linen_factory", {"width": 4}),
+    ],
+)
+def test_settings_of_modules_classes_and_functions(model, name, settings):
+    config = resolved({}, model=model)
+    assert config["model"] == name
+    assert len(config[name].pop("digest")) == 16
+    assert config[name] == settings
 
 
-def test_digests_follow_the_code_and_what_a_module_is_made_with():
-    def digest(brought):
-        return written({}, model=brought)[custom.object_name(brought)]["digest"]
-
-    one, other = nn.Sequential([nn.Dense(2)]), nn.Sequential([nn.Dense(3), nn.relu, nn.Dense(2)])
-    assert digest(one) == digest(nn.Sequential([nn.Dense(2)])) != digest(other)
-    made = []
-    for width in (3, 4):
+def test_digests_depend_on_the_code_and_the_fields_of_a_module():
+    def typed(width):
         scope = {"nn": nn, "__name__": "typed"}
         exec(
             "class Typed(nn.Module):\n    @nn.compact\n    def __call__(self, x):\n"
             f"        return nn.Dense(2)(nn.Dense({width})(x))",
             scope,
         )
-        made.append(digest(scope["Typed"]))
-    assert made[0] != made[1]
+        return scope["Typed"]
+
+    deep = nn.Sequential([nn.Dense(3), nn.relu, nn.Dense(2)])
+    models = [nn.Sequential([nn.Dense(2)]), nn.Sequential([nn.Dense(2)]), deep, typed(3), typed(4)]
+    digests = [resolved({}, model=model)[custom.object_name(model)]["digest"] for model in models]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 4
 
 
-def test_a_configuration_imports_what_it_names(tmp_path, monkeypatch):
+def test_a_configuration_imports_components_by_name(tmp_path, monkeypatch):
     (tmp_path / "somewhere.py").write_text(
         "import flax.linen as nn\nfrom fedjax_pfl.core.task import classification\n"
         "def net(outputs):\n    return nn.Dense(outputs)\n"
         "def learned(outputs):\n    return classification(outputs)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    config = written({"model": "somewhere:net", "task": "somewhere:learned"})
+    config = resolved({"model": "somewhere:net", "task": "somewhere:learned"})
     assert (config["model"], config["task"]) == ("net", "learned")
     assert set(config["net"]) == {"digest"}
-    for said, line in (
+    for model, line in (
         (
             "nowhere:net",
             "model is 'nowhere:net', MODULE:NAME, and cannot be loaded: No module named",
         ),
         ("somewhere:nett", "cannot be loaded: module 'somewhere' has no attribute 'nett'"),
     ):
-        assert line in message(lambda said=said: written({"model": said}))
-    both = {"model": "somewhere:net"}
-    assert "and model= is given too" in message(lambda: written(both, model=Net))
+        assert line in message(resolved, {"model": model})
+    line = message(lambda: resolved({"model": "somewhere:net"}, model=Net))
+    assert "and model= is given too" in line
 
 
 def without_rngs(outputs):
@@ -185,7 +186,7 @@ def nothing(outputs):
 
 
 class Thirsty(nnx.Module):
-    """Its Dropout has no random numbers."""
+    """Module whose Dropout has no random numbers."""
 
     def __init__(self, outputs, *, rngs):
         self.dropout = nnx.Dropout(0.5)
@@ -206,8 +207,8 @@ class Counts(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        whole = self.param("bias", nn.initializers.zeros, (self.outputs,), jnp.int32)
-        return nn.Dense(self.outputs)(x) + whole.astype(jnp.float32)[None]
+        counts = self.param("bias", nn.initializers.zeros, (self.outputs,), jnp.int32)
+        return nn.Dense(self.outputs)(x) + counts.astype(jnp.float32)[None]
 
 
 class Small(nn.Module):
@@ -219,7 +220,7 @@ class Small(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("settings", "brought", "line"),
+    ("settings", "components", "line"),
     [
         ({}, {"model": "mlp"}, "model= must be a linen module, an NNX class or a function that"),
         (
@@ -273,40 +274,41 @@ class Small(nn.Module):
         ({"algorithm": "fedem", "model": "lstm"}, {"x": TOKENS, "y": TOKENS}, "fedem mixes probab"),
     ],
 )
-def test_what_is_refused_before_anything_is_compiled(settings, brought, line, monkeypatch):
-    given = dict(brought)
-    if given.get("model") == "lstm":
-        settings = {**settings, "model": given.pop("model")}
-    data = examples(given.pop("x", X), given.pop("y", Y))
+def test_invalid_components_are_refused_before_compilation(settings, components, line, monkeypatch):
+    components = dict(components)
+    if components.get("model") == "lstm":
+        settings = {**settings, "model": components.pop("model")}
+    data = examples(components.pop("x", X), components.pop("y", Y))
 
-    def compiled(*arguments, **more):
-        raise AssertionError("something was compiled")
+    def compiled(*arguments, **keywords):
+        raise AssertionError
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", compiled)
-    said = message(lambda: fedjax_pfl.run({**SETTINGS, **settings}, dataset=data, **given))
-    assert said.startswith(line), said
+    error = message(lambda: fedjax_pfl.run({**SETTINGS, **settings}, dataset=data, **components))
+    assert error.startswith(line), error
 
 
-def test_a_token_without_a_row_is_named():
-    data = examples(TOKENS, TOKENS)
-    said = message(lambda: fedjax_pfl.run(SETTINGS, dataset=data, model=Small))
-    assert "has the token " in said
-    assert "of x, and Small embeds those from 0 to 4; give it a larger vocabulary" in said
-    negative = examples(np.where(TOKENS > 4, -3, TOKENS), TOKENS)
-    said = message(lambda: fedjax_pfl.run(SETTINGS, dataset=negative, model=Small))
-    assert said.endswith("from 0 to 4; number tokens from 0")
+def test_invalid_tokens_are_named():
+    def line(x):
+        return message(lambda: fedjax_pfl.run(SETTINGS, dataset=examples(x, TOKENS), model=Small))
+
+    too_large = line(TOKENS)
+    assert "has the token " in too_large
+    assert "of x, and Small embeds those from 0 to 4; give it a larger vocabulary" in too_large
+    negative = line(np.where(TOKENS > 4, -3, TOKENS))
+    assert negative.endswith("from 0 to 4; number tokens from 0")
 
 
 @pytest.mark.parametrize("network", [Net, Modern])
 @pytest.mark.parametrize("method", ["fedavg", "fedper", "pfedla", "pfedhn", "factorized_fl"])
-def test_under_methods_that_differ_in_structure(network, method, tmp_path):
-    """A run, its files, and predictions from them that are those of the run."""
+def test_user_defined_networks_under_different_methods(network, method, tmp_path):
+    """Compares predictions of exported files with the accuracies of the run."""
     settings = {**SETTINGS, "algorithm": method, "rounds": 2, "evaluate_after": False}
     result = fedjax_pfl.run(settings, tmp_path / "run", dataset=examples(), model=network)
-    paths = export.write_models(result, tmp_path / "files")
-    for i, path in enumerate(paths):
+    test = result.data.test
+    for i, path in enumerate(export.write_models(result, tmp_path / "files")):
         model, variables = export.load(path, network)
-        rows = np.asarray(result.data.test.rows[i])[: int(result.data.test.size[i])]
-        found = jnp.argmax(model.apply(variables, result.data.x[rows]), -1)
-        accuracy = np.mean(np.asarray(found) == np.asarray(result.data.y)[rows])
+        rows = np.asarray(test.rows[i])[: int(test.size[i])]
+        predictions = jnp.argmax(model.apply(variables, result.data.x[rows]), -1)
+        accuracy = np.mean(np.asarray(predictions) == np.asarray(result.data.y)[rows])
         assert accuracy == pytest.approx(result.clients[i]["before_accuracy"])
