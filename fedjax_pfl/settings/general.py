@@ -8,8 +8,9 @@ import functools
 from fedjax_pfl import transforms
 from fedjax_pfl.core.optimizers import OPTIMIZERS, SCHEDULES
 from fedjax_pfl.core.setting import Setting
+from fedjax_pfl.simulation import programs
 
-STORES = ("auto", "device", "sharded", "host", "disk")
+STORES = ("auto", *programs.STORES)
 
 _BUILTIN = tuple(OPTIMIZERS)  # a user-defined optimiser contains its learning rate
 _hyperparameter = functools.partial(Setting, per_phase=True, tunable=True)
