@@ -156,31 +156,37 @@ def _sgd(value_of: Callable[[str], Any]) -> optax.GradientTransformation:
     return optax.chain(optax.trace(momentum), optax.scale(-rate))
 
 
-def _adaptive(name: str, value_of: Callable[[str], Any]) -> optax.GradientTransformation:
-    """Returns an adaptive optimiser with the settings of the server."""
-    b1, b2 = value_of("server_b1"), value_of("server_b2")
-    if b1 is None:
-        b1 = 0.0 if name == "adagrad" else 0.9
-    return adaptive(
-        lambda v, square: _SECOND_MOMENTS[name](v, square, b2),
-        rate=value_of("server_learning_rate"),
-        b1=b1,
-        tau=value_of("server_eps"),
-    )
+def _adaptive(
+    second_moment: Callable[..., jax.Array], default_b1: float = 0.9
+) -> Callable[..., optax.GradientTransformation]:
+    """Returns a factory of an adaptive optimiser with the settings of the server.
+
+    Args:
+      second_moment: (v, Δ², β2) -> the new v.
+      default_b1: Decay rate of the first moment if server_b1 is unset.
+    """
+
+    def create(value_of: Callable[[str], Any]) -> optax.GradientTransformation:
+        b1, b2 = value_of("server_b1"), value_of("server_b2")
+        return adaptive(
+            lambda v, square: second_moment(v, square, b2),
+            rate=value_of("server_learning_rate"),
+            b1=default_b1 if b1 is None else b1,
+            tau=value_of("server_eps"),
+        )
+
+    return create
 
 
-_SECOND_MOMENTS: dict[str, Callable[..., jax.Array]] = {  # (v, Δ², β2) -> the new v
-    "adam": lambda v, square, b2: b2 * v + (1 - b2) * square,
-    "yogi": lambda v, square, b2: v - (1 - b2) * square * jnp.sign(v - square),
-    "adagrad": lambda v, square, b2: v + square,
-}
 # Functions from the value of a setting by name to an optimiser, or None for the mean.
 SERVER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation | None]] = {
     "mean": lambda value_of: None,
     "sgd": _sgd,
-    **{name: partial(_adaptive, name) for name in _SECOND_MOMENTS},
+    "adam": _adaptive(lambda v, square, b2: b2 * v + (1 - b2) * square),
+    "yogi": _adaptive(lambda v, square, b2: v - (1 - b2) * square * jnp.sign(v - square)),
+    "adagrad": _adaptive(lambda v, square, b2: v + square, default_b1=0.0),
 }
-_ADAPTIVE = tuple(_SECOND_MOMENTS)
+_ADAPTIVE = ("adam", "yogi", "adagrad")
 _setting = partial(Setting, per_phase=True, tunable=True)
 
 
