@@ -209,16 +209,16 @@ def test_only_the_gate_map_learns_and_embeddings_are_sent_once():
     before, after = (tree["params"]["router_gates"]["kernel"] for tree in (server, later.upload))
     assert before.shape[0] == 3  # of φx, whatever φy's size is
     assert np.abs(after - before).max() > 0
+    assert bool(result.upload["first"])
+    assert not bool(later.upload["first"])
     traffic = {
         first: jax.jit(algorithm.traffic)(server, {**result.upload, "first": first})
         for first in (True, False)
     }
-    assert bool(result.upload["first"])
-    assert not bool(later.upload["first"])
     embeddings = trees.bytes_per_layer({k: server["params"][k] for k in router.EMBEDDINGS})
-    embeddings = sum(embeddings.values()) + 4 * 2 * tiny.HIDDEN  # and BatchNorm's statistics
     down = {first: int(sum(t.down.values())) for first, t in traffic.items()}
-    assert down[True] - down[False] == embeddings
+    statistics_bytes = 4 * 2 * tiny.HIDDEN  # of BatchNorm
+    assert down[True] - down[False] == sum(embeddings.values()) + statistics_bytes
     assert int(sum(traffic[True].up.values())) == down[False]
 
 

@@ -75,14 +75,8 @@ def test_rounds_equal_numpy(name: str):
     xs, ys = rng.normal(size=(CLIENTS, 4, 3)), rng.normal(size=(CLIENTS, 4))
     data, federation = linear.federated(list(xs), list(ys))
     federation = federation._replace(active=np.arange(CLIENTS) < 3)
-    training = local_training.sgd(
-        learning_rate=RATE,
-        momentum=0.9,
-        weight_decay=DECAY,
-        clip_norm=CLIP,
-        batch_size=4,
-        steps=STEPS,
-    )
+    sgd = {"learning_rate": RATE, "momentum": 0.9, "weight_decay": DECAY, "clip_norm": CLIP}
+    training = local_training.sgd(**sgd, batch_size=4, steps=STEPS)
     settings = {"rate": ETA, "weight_decay": SERVER_DECAY, "clip_norm": SERVER_CLIP}
     network = linear.TwoLayers()
     make_method = getattr(algorithms, name)

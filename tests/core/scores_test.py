@@ -62,10 +62,9 @@ def test_classification_metrics():
     ):
         np.testing.assert_allclose(summed(metric_of(task, name), outputs, y), expected, rtol=1e-5)
     outputs = outputs[:, :4]  # scikit-learn warns of classes that do not occur
-    actual = summed(metric_of(task, "balanced_accuracy"), outputs, y)
-    np.testing.assert_allclose(
-        actual, oracle.balanced_accuracy_score(y, outputs.argmax(1)), rtol=1e-6
-    )
+    balanced = summed(metric_of(task, "balanced_accuracy"), outputs, y)
+    expected = oracle.balanced_accuracy_score(y, outputs.argmax(1))
+    np.testing.assert_allclose(balanced, expected, rtol=1e-6)
 
 
 def test_auroc_of_two_classes():
