@@ -74,6 +74,6 @@ def test_one_module_uses_jaxprs():
     """Names in JAX's own modules for jaxprs change between its releases."""
     users = set()
     for path in (ROOT / "fedjax_pfl").rglob("*.py"):
-        if any(name.startswith(("jax.extend", "jax.interpreters")) for name in imported(path)):
+        if any(name.startswith(("jax.extend", "jax.interpreters")) for name in imports(path)):
             users.add(path.relative_to(ROOT / "fedjax_pfl").as_posix())
     assert users == {"core/jaxprs.py"}
