@@ -45,7 +45,7 @@ def compare(call: Call) -> None:
     directories = [path for word in call.positional for path in run_directories(Path(word))]
     rows = comparison.group([comparison.read(path) for path in directories])
     page = None if call.options.out is None else write(rows, Path(call.options.out))
-    print(FORMATS[call.options.format][0](rows))
+    print(FORMATS[call.options.format](rows))
     if page is not None and call.options.format == "text":  # programs read the other formats
         print(f"\nPage: {page}")
 

@@ -1,25 +1,15 @@
 """Figure of the scores of all clients, and quantiles for many clients."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib import ticker
 from matplotlib.axes import Axes
 
 from fedjax_pfl.core.scores import Metric
-from fedjax_pfl.report.drawing import (
-    PERCENT_FORMATTER,
-    STAGE_COLOURS,
-    STAGE_MARKERS,
-    STAGES,
-    Picture,
-    legend,
-    new_axes,
-    score_axis,
-    shorten,
-)
+from fedjax_pfl.report import drawing
 from fedjax_pfl.report.numbers import format_score, metric_name, metric_title, number
 
 MAX_POINTS = 1000  # with more clients, points overlap and the page takes megabytes
@@ -38,7 +28,22 @@ _QUANTILES = {  # from the worst score to the best
 }
 
 
-def draw(clients: Sequence[Mapping[str, Any]], metric: Metric) -> Picture | None:
+class _Scores(NamedTuple):
+    """Scores of clients, arrays of shape [N]; NaN is a missing score."""
+
+    before: np.ndarray  # local training
+    after: np.ndarray
+    active: np.ndarray  # whether a client takes part in training
+
+    def groups(self, stage: str) -> Iterator[tuple[np.ndarray, str]]:
+        """Yields a mask of clients with a score, and its label: participants, then the others."""
+        finite = np.isfinite(getattr(self, stage))
+        for mask, label in ((self.active, stage), (~self.active, f"{stage}, not taking part")):
+            if (mask & finite).any():
+                yield mask & finite, label
+
+
+def draw(clients: Sequence[Mapping[str, Any]], metric: Metric) -> drawing.Picture | None:
     """Draws the final scores of clients as bars, as points or, for many clients, as a histogram.
 
     Returns None if no client has a score.
@@ -52,28 +57,28 @@ def draw(clients: Sequence[Mapping[str, Any]], metric: Metric) -> Picture | None
         return None
     rows = sorted(rows, key=lambda row: number(row[f"before_{metric.name}"]))
     before, after = (
-        [number(row.get(f"{stage}_{metric.name}")) for row in rows] for stage in STAGES
+        np.array([number(row.get(f"{stage}_{metric.name}")) for row in rows])
+        for stage in drawing.STAGES
     )
-    active = [bool(row.get("active", True)) for row in rows]
-    figure, axes = new_axes(f"{metric_title(metric)} of each client")
+    scores = _Scores(before, after, np.array([bool(row.get("active", True)) for row in rows]))
+    figure, axes = drawing.new_axes(f"{metric_title(metric)} of each client")
     if len(rows) <= _MAX_BARS:
-        _client_bars(axes, [client_name(row) for row in rows], before, after, active)
+        _client_bars(axes, [client_name(row) for row in rows], scores)
         order = "Clients are sorted by the score as served."
-        score_axis(axes, metric)
+        drawing.score_axis(axes, metric)
     elif len(rows) <= MAX_POINTS:
-        _client_points(axes, [number(row["train_examples"]) for row in rows], before, after, active)
+        _client_points(axes, np.array([number(row["train_examples"]) for row in rows]), scores)
         order = "Each client is drawn at its number of training examples."
-        score_axis(axes, metric)
+        drawing.score_axis(axes, metric)
     else:
-        _histogram(axes, metric, before, after, active)
+        _histogram(axes, metric, scores)
         order = "The height is the number of clients with such a score."
-    legend(axes)
+    drawing.legend(axes)
     caption = f"Final {metric_name(metric)} of each client on its own test examples. {order}"
-    alt = (
-        f"{metric_title(metric)} of {len(rows)} clients before local training, from "
-        f"{format_score(metric, before[0])} to {format_score(metric, before[-1])}."
-    )
-    return Picture(figure, caption, alt)
+    low, high = (format_score(metric, before[i]) for i in (0, -1))
+    count = f"{len(rows)} clients before local training"
+    alt = f"{metric_title(metric)} of {count}, from {low} to {high}."
+    return drawing.Picture(figure, caption, alt)
 
 
 def client_name(row: Mapping[str, Any]) -> str:
@@ -81,45 +86,27 @@ def client_name(row: Mapping[str, Any]) -> str:
     return str(row.get("owner") or row["client"])
 
 
-def _client_bars(
-    axes: Axes, names: list[str], before: list[float], after: list[float], active: list[bool]
-) -> None:
-    """Draws a bar per client before local training, and a marker after it.
-
-    Args:
-      axes: Axes to draw on.
-      names: Names of the clients.
-      before: Scores before local training, one per client.
-      after: Scores after local training, one per client.
-      active: Whether each client takes part in training.
-    """
-    for taking_part, label in ((True, "before"), (False, "before, not taking part")):
-        selected = [i for i, a in enumerate(active) if a == taking_part]
-        if selected:
-            style: dict[str, Any] = {} if taking_part else {"hatch": "///", "edgecolor": "white"}
-            axes.bar(
-                selected,
-                [before[i] for i in selected],
-                color=STAGE_COLOURS["before"],
-                label=label,
-                **style,
-            )
-    if not all(map(math.isnan, after)):
+def _client_bars(axes: Axes, names: list[str], scores: _Scores) -> None:
+    """Draws a bar per client before local training, and a marker after it."""
+    for mask, label in scores.groups("before"):
+        style: dict[str, Any] = {} if label == "before" else {"hatch": "///", "edgecolor": "white"}
+        colour = drawing.STAGE_COLOURS["before"]
+        axes.bar(np.flatnonzero(mask), scores.before[mask], color=colour, label=label, **style)
+    if np.isfinite(scores.after).any():
         axes.plot(
-            range(len(after)),
-            after,
-            STAGE_MARKERS["after"],
-            color=STAGE_COLOURS["after"],
+            range(len(names)),
+            scores.after,
+            drawing.STAGE_MARKERS["after"],
+            color=drawing.STAGE_COLOURS["after"],
             label="after",
             markersize=5,
             markeredgecolor="white",
             markeredgewidth=0.6,
         )
     is_crowded, is_wide = len(names) > 30, sum(map(len, names)) > _MAX_AXIS_CHARACTERS
-    tick_labels = [shorten(name, _MAX_NAME) for name in names]
     axes.set_xticks(
         range(len(names)),
-        tick_labels,
+        [drawing.shorten(name, _MAX_NAME) for name in names],
         fontsize=7 if is_crowded else 9,
         rotation=90 if is_wide else 0,
     )
@@ -128,36 +115,23 @@ def _client_bars(
     axes.set_xlabel("client")
 
 
-def _client_points(
-    axes: Axes, size: list[float], before: list[float], after: list[float], active: list[bool]
-) -> None:
-    """Draws scores over the clients' numbers of training examples.
-
-    Args:
-      axes: Axes to draw on.
-      size: Training examples of each client.
-      before: Scores before local training, one per client.
-      after: Scores after local training, one per client.
-      active: Whether each client takes part in training.
-    """
-    for stage, values in (("before", before), ("after", after)):
-        for taking_part, label in ((True, stage), (False, f"{stage}, not taking part")):
-            selected = [
-                i for i, a in enumerate(active) if a == taking_part and not math.isnan(values[i])
-            ]
-            if selected:
-                axes.scatter(
-                    [size[i] for i in selected],
-                    [values[i] for i in selected],
-                    s=18,
-                    label=label,
-                    alpha=0.65,
-                    marker=STAGE_MARKERS[stage],
-                    linewidths=0.8,
-                    edgecolors=STAGE_COLOURS[stage],
-                    facecolors=STAGE_COLOURS[stage] if taking_part else "none",
-                )
-    if min(size) > 0 and max(size) > 20 * min(size):
+def _client_points(axes: Axes, sizes: np.ndarray, scores: _Scores) -> None:
+    """Draws scores over the clients' numbers of training examples, `sizes`."""
+    for stage in drawing.STAGES:
+        for mask, label in scores.groups(stage):
+            colour = drawing.STAGE_COLOURS[stage]
+            axes.scatter(
+                sizes[mask],
+                getattr(scores, stage)[mask],
+                s=18,
+                label=label,
+                alpha=0.65,
+                marker=drawing.STAGE_MARKERS[stage],
+                linewidths=0.8,
+                edgecolors=colour,
+                facecolors=colour if label == stage else "none",
+            )
+    if sizes.min() > 0 and sizes.max() > 20 * sizes.min():
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_minor_locator(ticker.NullLocator())
@@ -165,40 +139,27 @@ def _client_points(
     axes.set_xlabel("training examples of the client")
 
 
-def _histogram(
-    axes: Axes, metric: Metric, before: list[float], after: list[float], active: list[bool]
-) -> None:
-    """Draws the number of clients by score, before and after local training.
-
-    Args:
-      axes: Axes to draw on.
-      metric: The score.
-      before: Scores before local training, one per client.
-      after: Scores after local training, one per client.
-      active: Whether each client takes part in training.
-    """
-    takes_part = np.array(active)
-    scores = {"before": np.array(before), "after": np.array(after)}
-    finite = np.concatenate([values[np.isfinite(values)] for values in scores.values()])
+def _histogram(axes: Axes, metric: Metric, scores: _Scores) -> None:
+    """Draws the number of clients by score, before and after local training."""
+    values = np.concatenate([scores.before, scores.after])
+    finite = values[np.isfinite(values)]
     middle, width = (finite.max() + finite.min()) / 2, np.ptp(finite)
     width = max(width, 1e-6 * abs(middle)) or 1.0  # scores that differ only by rounding
     edges = np.linspace(middle - width / 2, middle + width / 2, _BINS + 1)
-    for stage, values in scores.items():
-        for selected, label in ((takes_part, stage), (~takes_part, f"{stage}, not taking part")):
-            counts, _ = np.histogram(values[selected & np.isfinite(values)], edges)
-            if counts.any():
-                axes.stairs(
-                    counts,
-                    edges,
-                    label=label,
-                    color=STAGE_COLOURS[stage],
-                    linestyle="-" if label == stage else "--",
-                    fill=label == "before",
-                    alpha=0.45 if label == "before" else 1.0,
-                    linewidth=1.6,
-                )
+    for stage in drawing.STAGES:
+        for mask, label in scores.groups(stage):
+            axes.stairs(
+                np.histogram(getattr(scores, stage)[mask], edges)[0],
+                edges,
+                label=label,
+                color=drawing.STAGE_COLOURS[stage],
+                linestyle="-" if label == stage else "--",
+                fill=label == "before",
+                alpha=0.45 if label == "before" else 1.0,
+                linewidth=1.6,
+            )
     if metric.unit == "%":
-        axes.xaxis.set_major_formatter(PERCENT_FORMATTER)
+        axes.xaxis.set_major_formatter(drawing.PERCENT_FORMATTER)
     axes.set_xlabel(metric_name(metric))
     axes.set_ylabel("clients")
     axes.set_ylim(bottom=0)

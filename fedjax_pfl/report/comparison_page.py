@@ -4,7 +4,7 @@ import html
 import io
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +97,6 @@ def _diagnostics(rows: Sequence[Row]) -> list[Table]:
     if not names:
         return []
 
-    def show(value: float | None) -> str:
-        return "–" if value is None else f"{value:.3g}"
-
     return [
         _table(
             "Diagnostics",
@@ -107,7 +104,7 @@ def _diagnostics(rows: Sequence[Row]) -> list[Table]:
             "mechanism of a method acts. The report of a run explains them.",
             [name.replace("_", " ") for name in names],
             [
-                (row, [show(row_values.get(name)) for name in names])
+                (row, [f"{row_values[n]:.3g}" if n in row_values else "–" for n in names])
                 for row, row_values in zip(rows, values, strict=True)
                 if row_values
             ],
@@ -125,18 +122,15 @@ def _results(row: Row, metric: Metric) -> list[str]:
     results = comparison.summary(row)
     low, high = results.rounds
     return [
-        *(_spread(value, metric) for value in (results.before, results.after, results.worst10)),
+        *(
+            "–" if spread is None else format_mean_std(spread, metric)
+            for spread in (results.before, results.after, results.worst10)
+        ),
         _megabytes(results.megabytes_down),
         _megabytes(results.megabytes_up),
         f"{low}" if low == high else f"{low}–{high}",
         f"{len(row.runs)}",
     ]
-
-
-def _spread(value: Mapping[str, Any] | None, metric: Metric) -> str:
-    if value is None:
-        return "–"
-    return format_mean_std(value, metric)
 
 
 def _share(value: float | None) -> str:
@@ -158,12 +152,10 @@ def _tests(row: Row, first: Row, metric: Metric) -> list[str]:
             p = f"{test.p:.4f}" if test.p >= 1e-4 else f"{test.p:.1e}"
             cells += [_difference(test.difference, metric), p]
         else:
-            cells += ["–", "not paired" if _evaluated(row, first, stage) else "–"]
+            runs = [*row.runs, *first.runs]
+            is_evaluated = all(run.metrics[-1].get(stage) for run in runs)
+            cells += ["–", "not paired" if is_evaluated else "–"]
     return [*cells, f"{tests[0].pairs}" if isinstance(tests[0], PairedTest) else tests[0]]
-
-
-def _evaluated(row: Row, first: Row, stage: str) -> bool:
-    return all(run.metrics[-1].get(stage) for run in (*row.runs, *first.runs))
 
 
 def text(rows: Sequence[Row]) -> str:
@@ -194,35 +186,36 @@ def as_csv(rows: Sequence[Row]) -> str:
         for stage in ("before", "after", "worst10"):
             value = getattr(results, stage) or {}
             line |= {f"{metric.name}_{stage}_{key}": value.get(key) for key in ("mean", "std")}
-        line |= {"better_than_alone": comparison.share_better_than_local(row, rows)}
-        line |= {"megabytes_down": results.megabytes_down, "megabytes_up": results.megabytes_up}
-        line |= {"rounds": results.rounds[0], "most_rounds": results.rounds[1]}
-        line |= {"seeds": len(row.runs)}
-        tests = {
-            s: row is rows[0] or comparison.paired_test(row, rows[0], s) for s in drawing.STAGES
+        line |= {
+            "better_than_alone": comparison.share_better_than_local(row, rows),
+            "megabytes_down": results.megabytes_down,
+            "megabytes_up": results.megabytes_up,
+            "rounds": results.rounds[0],
+            "most_rounds": results.rounds[1],
+            "seeds": len(row.runs),
         }
-        for stage, test in tests.items():
+        pairs = None
+        for stage in drawing.STAGES:
+            test = None if row is rows[0] else comparison.paired_test(row, rows[0], stage)
             paired = test if isinstance(test, PairedTest) else None
-            line |= {
-                f"difference_{stage}": paired and paired.difference,
-                f"p_{stage}": paired and paired.p,
-            }
-        test = tests["before"]
-        pairs = test.pairs if isinstance(test, PairedTest) else f"not paired: {test}"
-        line |= {"paired_clients": None if row is rows[0] else pairs}
+            line[f"difference_{stage}"] = paired and paired.difference
+            line[f"p_{stage}"] = paired and paired.p
+            if stage == "before" and test:
+                pairs = paired.pairs if paired else f"not paired: {test}"
+        observed = comparison.diagnostic_values(row)
         lines.append(
-            line | {f"observed_{k}": v for k, v in comparison.diagnostic_values(row).items()}
+            line | {"paired_clients": pairs} | {f"observed_{k}": v for k, v in observed.items()}
         )
     buffer = io.StringIO()
     csv_tables.write(buffer, lines)
     return buffer.getvalue().rstrip("\n")
 
 
-FORMATS: dict[str, tuple[Callable[[Sequence[Row]], str], str]] = {
-    "text": (text, "txt"),
-    "markdown": (markdown, "md"),
-    "latex": (latex, "tex"),
-    "csv": (as_csv, "csv"),
+FORMATS: dict[str, Callable[[Sequence[Row]], str]] = {
+    "text": text,
+    "markdown": markdown,
+    "latex": latex,
+    "csv": as_csv,
 }
 
 
@@ -232,12 +225,9 @@ def write(rows: Sequence[Row], out: Path) -> Path:
     Returns the path of the page.
     """
     result_tables = tables(rows)  # takes seconds with 100,000 clients
-    texts = {
-        "txt": text_tables.text(result_tables),
-        "md": text_tables.markdown(result_tables),
-        "tex": text_tables.latex(result_tables),
-        "csv": as_csv(rows),
-    }
+    formats = {"txt": text_tables.text, "md": text_tables.markdown, "tex": text_tables.latex}
+    texts = {suffix: form(result_tables) for suffix, form in formats.items()}
+    texts["csv"] = as_csv(rows)
     try:
         out.mkdir(parents=True, exist_ok=True)
         for suffix, content in texts.items():

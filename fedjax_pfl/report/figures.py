@@ -14,26 +14,8 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 
 from fedjax_pfl.core.scores import Metric
-from fedjax_pfl.report import client_figures
-from fedjax_pfl.report.drawing import (
-    COLOURS,
-    DASHES,
-    INK,
-    MARKERS,
-    STAGE_COLOURS,
-    STAGE_MARKERS,
-    STAGES,
-    WIDTH,
-    Picture,
-    bytes_axis,
-    legend,
-    new_axes,
-    new_figure,
-    round_axis,
-    score_axis,
-    shorten,
-    style_axes,
-)
+from fedjax_pfl.report import client_figures, drawing
+from fedjax_pfl.report.drawing import Picture
 from fedjax_pfl.report.numbers import (
     format_bytes,
     format_score,
@@ -45,7 +27,6 @@ from fedjax_pfl.report.numbers import (
 from fedjax_pfl.report.run_reader import Record
 
 _DIRECTIONS = {"down": "#0072B2", "up": "#E69F00"}
-_REFERENCE_COLOUR = "#666666"
 _STATISTICS = ("mean", "std", "worst10")
 _MAX_LAYERS = 20  # smaller layers share one bar
 _MAX_MARKERS = 40  # with more evaluations, markers hide the line
@@ -88,7 +69,7 @@ def _over_rounds(
     metrics: Sequence[Record], metric: Metric, reference_curves: Mapping[str, Curve]
 ) -> Picture:
     """Draws scores over rounds."""
-    figure, axes = new_axes(f"{metric_title(metric)} over rounds")
+    figure, axes = drawing.new_axes(f"{metric_title(metric)} over rounds")
     rounds = [record["round"] for record in metrics]
     for stage in _stages(metrics):
         mean, std, worst = (_series(metrics, stage, f"{metric.name}_{k}") for k in _STATISTICS)
@@ -97,7 +78,7 @@ def _over_rounds(
         _line(axes, x, mean, stage, f"{stage}: mean ± std")
         low = [m - s for m, s in zip(mean, std, strict=True)]
         high = [m + s for m, s in zip(mean, std, strict=True)]
-        colour = STAGE_COLOURS[stage]
+        colour = drawing.STAGE_COLOURS[stage]
         if len(rounds) > 1:
             axes.fill_between(rounds, low, high, color=colour, alpha=0.15, linewidth=0)
             axes.plot(rounds, worst, color=colour, linestyle="--", label=f"{stage}: worst 10 %")
@@ -108,13 +89,13 @@ def _over_rounds(
     _references(axes, {name: (c.rounds, c.score) for name, c in reference_curves.items()})
     for record, next_record in itertools.pairwise(metrics):
         if record.get("phase") != next_record.get("phase"):
-            axes.axvline(record["round"], color=INK, linewidth=0.8, linestyle=":")
+            axes.axvline(record["round"], color=drawing.INK, linewidth=0.8, linestyle=":")
     best = metrics[-1].get("best_round")
     if best is not None and len(rounds) > 1:
         axes.axvline(best, color="#009E73", linewidth=1.2, linestyle="-.", label="best round")
-    round_axis(axes, [record["round"] for record in metrics])
-    score_axis(axes, metric)
-    legend(axes)
+    drawing.round_axis(axes, rounds)
+    drawing.score_axis(axes, metric)
+    drawing.legend(axes)
     caption = (
         f"{metric_title(metric)} on the clients' test examples: the mean over clients, one "
         "standard deviation on either side, and the mean of the worst tenth of the clients."
@@ -135,14 +116,14 @@ def _over_bytes(
     moved = [number(r.get("bytes_down")) + number(r.get("bytes_up")) for r in metrics]
     if not any(total > 0 for total in moved):
         return None
-    figure, axes = new_axes(f"{metric_title(metric)} over bytes moved")
+    figure, axes = drawing.new_axes(f"{metric_title(metric)} over bytes moved")
     for stage in _stages(metrics):
         _line(axes, moved, _series(metrics, stage, f"{metric.name}_mean"), stage, f"{stage}: mean")
     _references(axes, {name: (c.bytes_moved, c.score) for name, c in reference_curves.items()})
-    bytes_axis(axes)
+    drawing.bytes_axis(axes)
     axes.set_xlabel("bytes moved, down and up, all clients")
-    score_axis(axes, metric)
-    legend(axes)
+    drawing.score_axis(axes, metric)
+    drawing.legend(axes)
     caption = f"Mean {metric_name(metric)} over clients against the total bytes moved."
     alt = f"{metric_title(metric)} over bytes moved. {_ends(metrics, metric)}"
     return Picture(figure, caption, f"{alt} {format_bytes(moved[-1])} were moved.")
@@ -153,11 +134,13 @@ def curves(rows: Mapping[str, Curve], metric: Metric) -> Picture:
     moved = any(value > 0 for curve in rows.values() for value in curve.bytes_moved)
     wrapped = [textwrap.fill(label, 60).replace("$", r"\$") for label in rows]
     height = 4.2 + 0.1 * sum(label.count("\n") + 1 for label in wrapped)
-    figure = new_figure(
-        f"{metric_title(metric)} before local training", WIDTH * (1.5 if moved else 1), height
+    figure = drawing.new_figure(
+        f"{metric_title(metric)} before local training",
+        drawing.WIDTH * (1.5 if moved else 1),
+        height,
     )
     panels = figure.subplots(1, 2 if moved else 1, sharey=True, squeeze=False)[0]
-    styles = zip(itertools.cycle(COLOURS), itertools.cycle(MARKERS), itertools.cycle(DASHES))
+    styles = zip(*map(itertools.cycle, (drawing.COLOURS, drawing.MARKERS, drawing.DASHES)))
     for label, curve, (colour, marker, dash) in zip(wrapped, rows.values(), styles, strict=False):
         crowded = len(curve.rounds) > _MAX_MARKERS
         for axes, x in zip(panels, (curve.rounds, curve.bytes_moved), strict=False):
@@ -173,12 +156,12 @@ def curves(rows: Mapping[str, Curve], metric: Metric) -> Picture:
                 clip_on=False,
                 zorder=3,
             )
-    for axes in map(style_axes, panels):
+    for axes in map(drawing.style_axes, panels):
         axes.label_outer()
-    round_axis(panels[0], sorted({r for curve in rows.values() for r in curve.rounds}))
-    score_axis(panels[0], metric)
+    drawing.round_axis(panels[0], sorted({r for curve in rows.values() for r in curve.rounds}))
+    drawing.score_axis(panels[0], metric)
     if moved:
-        bytes_axis(panels[1])
+        drawing.bytes_axis(panels[1])
         panels[1].set_xlabel("bytes moved, down and up, all clients")
     figure.legend(
         *panels[0].get_legend_handles_labels(),
@@ -186,7 +169,7 @@ def curves(rows: Mapping[str, Curve], metric: Metric) -> Picture:
         ncols=2 if moved else 1,
         frameon=False,
         fontsize=9,
-        labelcolor=INK,
+        labelcolor=drawing.INK,
         handlelength=3,
     )
     caption = f"Mean {metric_name(metric)} over clients, before local training; mean over seeds."
@@ -199,9 +182,9 @@ def _train_loss(metrics: Sequence[Record]) -> Picture | None:
     loss = [number(record.get("train_loss")) for record in metrics]
     if all(map(math.isnan, loss)):
         return None
-    figure, axes = new_axes("Training loss")
+    figure, axes = drawing.new_axes("Training loss")
     _line(axes, [record["round"] for record in metrics], loss, "before", "training loss")
-    round_axis(axes, [record["round"] for record in metrics])
+    drawing.round_axis(axes, [record["round"] for record in metrics])
     axes.set_ylabel("loss")
     alt = f"Training loss over rounds, from {_loss_text(loss[0])} to {_loss_text(loss[-1])}."
     return Picture(figure, "Loss during local training.", alt)
@@ -218,35 +201,35 @@ def _traffic(traffic: Mapping[str, Any]) -> Picture | None:
         largest = sorted(names, key=lambda name: -sum(by_layer[name]))[: _MAX_LAYERS - 1]
         small = [by_layer.pop(name) for name in names if name not in set(largest)]
         by_layer[f"{len(small)} smaller layers"] = (
-            sum(d for d, _ in small),
-            sum(u for _, u in small),
+            sum(down for down, _ in small),
+            sum(up for _, up in small),
         )
-    figure, axes = new_axes("Traffic of each layer", height=1.6 + 0.38 * len(by_layer))
-    for side, (direction, label) in enumerate((("down", "down"), ("up", "up"))):
-        values = [
-            float(pair[side]) for pair in by_layer.values()
-        ]  # Python integers may pass 64 bits
+    figure, axes = drawing.new_axes("Traffic of each layer", height=1.6 + 0.38 * len(by_layer))
+    for side, direction in enumerate(("down", "up")):
+        values = [float(pair[side]) for pair in by_layer.values()]  # integers may pass 64 bits
         y = [i + (side - 0.5) * 0.4 for i in range(len(by_layer))]
         bars = axes.barh(
             y,
             values,
             height=0.38,
             color=_DIRECTIONS[direction],
-            label=label,
+            label=direction,
             hatch="///" if direction == "up" else None,
             edgecolor="white",
             linewidth=0,
         )
-        axes.bar_label(bars, [format_bytes(v) for v in values], padding=4, fontsize=8, color=INK)
-    axes.set_yticks(range(len(by_layer)), [shorten(name) for name in by_layer])
+        axes.bar_label(
+            bars, [format_bytes(v) for v in values], padding=4, fontsize=8, color=drawing.INK
+        )
+    axes.set_yticks(range(len(by_layer)), [drawing.shorten(name) for name in by_layer])
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(by_layer) - 0.4, -0.6)
     axes.margins(x=0.16)
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x", color="#dddddd", linewidth=0.6)
-    bytes_axis(axes)
+    drawing.bytes_axis(axes)
     axes.set_xlabel("bytes, all clients and rounds")
-    legend(axes)
+    drawing.legend(axes)
     total_down = traffic.get("total_down", sum(down.values()))
     total_up = traffic.get("total_up", sum(up.values()))
     alt = (
@@ -258,23 +241,30 @@ def _traffic(traffic: Mapping[str, Any]) -> Picture | None:
 
 def _line(axes: Axes, x: Sequence[float], y: Sequence[float], stage: str, label: str) -> None:
     """Plots a line in the style of a stage."""
-    marker = STAGE_MARKERS[stage] if len(x) <= _MAX_MARKERS else ""
+    marker = drawing.STAGE_MARKERS[stage] if len(x) <= _MAX_MARKERS else ""
     axes.plot(
-        x, y, color=STAGE_COLOURS[stage], marker=marker, markersize=5, linewidth=1.8, label=label
+        x,
+        y,
+        color=drawing.STAGE_COLOURS[stage],
+        marker=marker,
+        markersize=5,
+        linewidth=1.8,
+        label=label,
     )
 
 
 def _references(axes: Axes, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> None:
     """Plots reference runs as thin gray lines, horizontal ones if x does not change."""
     for (label, (x, y)), dash in zip(lines.items(), itertools.cycle(("--", ":"))):
+        style: Any = {"color": "#666666", "linestyle": dash, "linewidth": 1.4, "label": label}
         if len(x) > 1 and max(x) > min(x):
-            axes.plot(x, y, color=_REFERENCE_COLOUR, linestyle=dash, linewidth=1.4, label=label)
+            axes.plot(x, y, **style)
         else:
-            axes.axhline(y[-1], color=_REFERENCE_COLOUR, linestyle=dash, linewidth=1.4, label=label)
+            axes.axhline(y[-1], **style)
 
 
 def _stages(metrics: Sequence[Record]) -> list[str]:
-    return [stage for stage in STAGES if any(record.get(stage) for record in metrics)]
+    return [stage for stage in drawing.STAGES if any(record.get(stage) for record in metrics)]
 
 
 def _series(metrics: Sequence[Record], stage: str, key: str) -> list[float]:
@@ -284,8 +274,8 @@ def _series(metrics: Sequence[Record], stage: str, key: str) -> list[float]:
 def _ends(metrics: Sequence[Record], metric: Metric) -> str:
     """Returns the first and last mean of each stage in words."""
     ends = [
-        f"{STAGES[stage].capitalize()} the mean is {format_score(metric, values[0])} at round "
-        f"{metrics[0]['round']} and {format_score(metric, values[-1])} at round "
+        f"{drawing.STAGES[stage].capitalize()} the mean is {format_score(metric, values[0])} at "
+        f"round {metrics[0]['round']} and {format_score(metric, values[-1])} at round "
         f"{metrics[-1]['round']}."
         for stage in _stages(metrics)
         for values in [_series(metrics, stage, f"{metric.name}_mean")]

@@ -40,18 +40,19 @@ def png(figure: Figure) -> bytes:
 
 def svg_file(figure: Figure, name: str) -> str:
     """Returns a figure as a reproducible SVG file on white; `name` makes its ids."""
+    return _svg(figure, name, facecolor="white")
+
+
+def _svg(figure: Figure, name: str, **options: Any) -> str:
     buffer = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(buffer, format="svg", facecolor="white", metadata={"Date": None})
+        figure.savefig(buffer, format="svg", metadata={"Date": None}, **options)
     return buffer.getvalue()
 
 
 def svg(figure: Figure, name: str) -> str:
     """Returns a figure as an SVG element in the page's colours; `name` makes its ids unique."""
-    buffer = io.StringIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    text = buffer.getvalue()
+    text = _svg(figure, name, transparent=True)
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r"<!--.*?-->\n?", "", text, flags=re.DOTALL)

@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from fedjax_pfl.core.diagnostics import Diagnostic, Picture
 from fedjax_pfl.report import method_labels
-from fedjax_pfl.report.drawing import COLOURS, DASHES, INK, new_figure, style_axes
+from fedjax_pfl.report.drawing import COLOURS, DASHES, INK, WIDTH, new_axes, new_figure, style_axes
 from fedjax_pfl.report.run_reader import Record
 
 _MAX_LAYERS = 12  # heat maps in one figure
@@ -84,7 +83,7 @@ def draw_diagnostics(
     names = [name for name in diagnostics if any(name in line["observed"] for line in lines)]
     if not names:
         return {}
-    figure = new_figure("Diagnostics", 7.2, 2.2 * len(names) + 0.8)
+    figure = new_figure("Diagnostics", WIDTH, 2.2 * len(names) + 0.8)
     panels = figure.subplots(len(names), 1, squeeze=False, sharex=True)[:, 0]
     for axes, name in zip(panels, names, strict=True):
         observed = [line for line in lines if name in line["observed"]]
@@ -133,7 +132,7 @@ def _maps(title: str, panels: Sequence[tuple[str, np.ndarray]], columns: str) ->
     """
     width = min(_COLUMNS, len(panels))
     height = -(-len(panels) // width)
-    figure = new_figure(title, max(7.2, 2.3 * width + 0.9), max(3.8, 2.4 * height + 0.6))
+    figure = new_figure(title, max(WIDTH, 2.3 * width + 0.9), max(3.8, 2.4 * height + 0.6))
     grid = figure.subplots(height, width, squeeze=False, sharex=True, sharey=True)
     low = min(float(values.min()) for _, values in panels)
     high = max(float(values.max()) for _, values in panels)
@@ -158,13 +157,8 @@ def _maps(title: str, panels: Sequence[tuple[str, np.ndarray]], columns: str) ->
     return figure
 
 
-def _single_panel(title: str) -> tuple[Figure, Axes]:
-    figure = new_figure(title, 7.2, 3.6)
-    return figure, style_axes(figure.add_subplot())
-
-
 def _bars(title: str, values: np.ndarray) -> Figure:
-    figure, axes = _single_panel(title)
+    figure, axes = new_axes(title, 3.6)
     axes.bar(range(len(values)), values, color="#2f6690")
     axes.set_xlabel("client")
     axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
@@ -179,7 +173,7 @@ def _scatter(title: str, values: np.ndarray) -> Figure:
     _, scale, directions = np.linalg.svd(centred, full_matrices=False)
     points = centred @ directions[:2].T
     share = scale[:2] ** 2 / max(float((scale**2).sum()), 1e-30)
-    figure, axes = _single_panel(title)
+    figure, axes = new_axes(title, 3.6)
     axes.scatter(points[:, 0], points[:, 1], s=26, color="#2f6690")
     for i, (x, y) in enumerate(points[: _MAX_NAMES if len(points) <= _MAX_NAMES else 0]):
         axes.annotate(str(i), (x, y), (4, 3), textcoords="offset points", fontsize=8, color=INK)

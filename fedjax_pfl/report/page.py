@@ -19,19 +19,12 @@ from fedjax_pfl.report import (
     comparison,
     drawing,
     figures,
+    html_page,
     method_labels,
     references,
 )
 from fedjax_pfl.report.drawing import Picture
-from fedjax_pfl.report.html_page import (
-    figure_block,
-    flatten,
-    page,
-    png,
-    settings_block,
-    settings_list,
-    table_block,
-)
+from fedjax_pfl.report.html_page import table_block
 from fedjax_pfl.report.numbers import (
     format_bytes,
     format_score,
@@ -78,7 +71,7 @@ def write(
         pictures[re.sub(r"[^\w.-]+", "_", name)] = Picture(figure, caption, caption)
     (directory / "figures").mkdir(exist_ok=True)
     for name, picture in pictures.items():
-        (directory / "figures" / f"{name}.png").write_bytes(png(picture.figure))
+        (directory / "figures" / f"{name}.png").write_bytes(html_page.png(picture.figure))
 
     # Atomic and last: the existence of report.html marks a finished run.
     part = directory / "report.html.part"
@@ -108,10 +101,11 @@ def table(metrics: Sequence[Record]) -> str:
     ]
     last = metrics[-1]
     down, up = last.get("bytes_down"), last.get("bytes_up")
+    evaluating, saving = _time_clauses(last, "")
     lines += [
         f"bytes    {format_bytes(down)} down, {format_bytes(up)} up",
-        f"seconds  {_seconds(last.get('seconds'))}{_evaluating(last, '')}, and "
-        f"{_seconds(last.get('compile_seconds'))} to compile{_saving(last, '')}",
+        f"seconds  {_seconds(last.get('seconds'))}{evaluating}, and "
+        f"{_seconds(last.get('compile_seconds'))} to compile{saving}",
         f"clients  {last.get('dropped') or 0} dropped out, {last.get('rejected') or 0} rejected",
     ]
     return "\n".join(lines)
@@ -147,16 +141,15 @@ def _seconds(value: Any) -> str:
     return "–" if math.isnan(seconds) else f"{seconds:,.1f}"
 
 
-def _evaluating(last: Record, unit: str) -> str:
-    """Returns a clause about the time of evaluations, or "" if it was not measured."""
-    seconds = last.get("evaluate_seconds")
-    return "" if seconds is None else f", {_seconds(seconds)}{unit} of them to evaluate"
-
-
-def _saving(last: Record, unit: str) -> str:
-    """Returns a clause about the time of checkpoints, or "" if it was not measured."""
-    seconds = last.get("checkpoint_seconds")
-    return "" if seconds is None else f", {_seconds(seconds)}{unit} for checkpoints"
+def _time_clauses(last: Record, unit: str) -> tuple[str, str]:
+    """Returns clauses about the time of evaluations and of checkpoints, "" if not measured."""
+    seconds = (last.get("evaluate_seconds"), last.get("checkpoint_seconds"))
+    purposes = ("of them to evaluate", "for checkpoints")
+    clauses = [
+        "" if value is None else f", {_seconds(value)}{unit} {purpose}"
+        for value, purpose in zip(seconds, purposes, strict=True)
+    ]
+    return clauses[0], clauses[1]
 
 
 def _page(run: Run, pictures: Mapping[str, Picture], reference_runs: Mapping[str, Run]) -> str:
@@ -174,7 +167,7 @@ def _page(run: Run, pictures: Mapping[str, Picture], reference_runs: Mapping[str
     facts[1:1] = [f"{_setting(config, key)} {key}" for key in ("clients", "rounds")]
     changed = method_labels.sentence(method_labels.changes(config, default_settings()))
     facts = [method_labels.label(config), *facts, changed]
-    blocks = "\n".join(figure_block(pictures[name], name) for name in pictures)
+    blocks = "\n".join(html_page.figure_block(pictures[name], name) for name in pictures)
     body = f"""{_warnings(run)}
 {_headline(metrics, read_deviation(run.directory))}
 {_comparison(run, reference_runs)}
@@ -187,7 +180,7 @@ def _page(run: Run, pictures: Mapping[str, Picture], reference_runs: Mapping[str
 </section>
 {_settings(config)}
 {_provenance(run)}"""
-    return page(title, facts, body)
+    return html_page.page(title, facts, body)
 
 
 def _comparison(run: Run, reference_runs: Mapping[str, Run]) -> str:
@@ -208,14 +201,14 @@ def _comparison(run: Run, reference_runs: Mapping[str, Run]) -> str:
 
 def _settings(config: Mapping[str, Any]) -> str:
     """Returns a section of the changed settings, with the unchanged ones collapsed."""
-    defaults = dict(flatten(default_settings()))
-    settings = list(flatten(config))
+    defaults = dict(html_page.flatten(default_settings()))
+    settings = list(html_page.flatten(config))
     changed = [(key, value) for key, value in settings if defaults.get(key) != value]
     unchanged = [(key, value) for key, value in settings if defaults.get(key) == value]
-    return f"""{settings_block("Settings that were changed", changed)}
+    return f"""{html_page.settings_block("Settings that were changed", changed)}
 <details>
 <summary>{len(unchanged)} settings at their defaults</summary>
-{settings_list(unchanged)}
+{html_page.settings_list(unchanged)}
 </details>"""
 
 
@@ -271,9 +264,10 @@ def _headline(metrics: Sequence[Record], deviation: float | None) -> str:
     down, up = number(last.get("bytes_down")), number(last.get("bytes_up"))
     directions = [f"{format_bytes(down)} down", f"{format_bytes(up)} up"]
     cards.append(("Bytes moved", format_bytes(down + up), directions))
-    times = [f"and {_seconds(last.get('compile_seconds'))} s to compile{_saving(last, ' s')}"]
-    if evaluating := _evaluating(last, " s").removeprefix(", "):
-        times.insert(0, evaluating)
+    evaluating, saving = _time_clauses(last, " s")
+    times = [f"and {_seconds(last.get('compile_seconds'))} s to compile{saving}"]
+    if evaluating:
+        times.insert(0, evaluating.removeprefix(", "))
     cards.append(("Time", f"{_seconds(last.get('seconds'))} s", times))
     counts = " / ".join(f"{last.get(key) or 0:,}" for key in ("dropped", "rejected"))
     cards.append(("Dropped out / rejected", counts, ["clients, over all rounds"]))
@@ -329,29 +323,26 @@ def _clients(run: Run) -> str:
     stages = _stages(run.metrics[-1])
     if len(tested) > client_figures.MAX_POINTS:
         return _quantiles(tested, metric, stages)
+
+    def score(row: Mapping[str, Any], stage: str) -> float:
+        return number(row.get(f"{stage}_{metric.name}"))
+
     sign = 1 if metric.higher_is_better else -1
-
-    def sort_key(row: Mapping[str, Any]) -> tuple[bool, float]:
-        """Sorts by score, with scores that are not finite first."""
-        score = number(row.get(f"before_{metric.name}"))
-        return not math.isnan(score), sign * score
-
-    in_order = sorted(tested, key=sort_key)
+    scores = ((score(row, "before"), row) for row in tested)
+    # Scores that are not finite come first.
+    in_order = [row for _, row in sorted(scores, key=lambda s: (s[0] == s[0], sign * s[0]))]
     rows = [
         (
             html.escape(client_figures.client_name(row)),
             f"{row.get('train_examples') or 0:,}",
             f"{row['test_examples']:,}",
-            *(
-                format_score_without_percent(metric, number(row.get(f"{stage}_{metric.name}")))
-                for stage in stages
-            ),
+            *(format_score_without_percent(metric, score(row, stage)) for stage in stages),
         )
         for row in in_order[:_MAX_CLIENTS]
     ]
     is_partial = len(tested) > len(rows)
     summary = f"the {len(rows)} worst of {len(tested):,}" if is_partial else f"all {len(rows)}"
-    heads = ("to train", "to test", *(stage for stage in stages))
+    heads = ("to train", "to test", *stages)
     caption = f"{metric_title(metric)}{unit_suffix(metric)} of each client, the worst first"
     caption += "; clients.csv has all of them." if is_partial else "."
     return _collapsed(summary, table_block(caption, heads, rows))

@@ -3,7 +3,7 @@
 import numpy as np
 
 from fedjax_pfl.algorithms import METHODS
-from fedjax_pfl.report import method_figures, page
+from fedjax_pfl.report import html_page, method_figures
 
 
 def draw_array(name, *values, layers=(), rounds=(5, 10)):
@@ -70,7 +70,7 @@ def test_scatter_of_embeddings_keeps_distances_and_can_be_written():
 
     np.testing.assert_allclose(distances(points), distances(plane), atol=1e-9)
     assert [text.get_text() for text in figure.axes[0].texts] == list("012345")
-    assert page.png(figure).startswith(b"\x89PNG")
+    assert html_page.png(figure).startswith(b"\x89PNG")
 
 
 def test_unknown_arrays_keep_their_name_and_others_are_skipped():
