@@ -265,21 +265,14 @@ def _cohort(
     """
     programs, shapes = server.programs, server.programs.shapes[g]
     slots: list[int | None] = [*group_ids, *[None] * (programs.cohort - len(group_ids))]
-    responded = [i for i in group_ids if i in updates]
+    responded = {i for i in group_ids if i in updates}
     accepted_ids = [i if i in responded and updates[i].accepted else None for i in slots]
-
-    def zeros(template: PyTree) -> PyTree:
-        return jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), template)
-
-    def stacked(slot_trees: Iterable[PyTree]) -> PyTree:
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *slot_trees)
-
-    empty = zeros((shapes.payload, shapes.result.upload, shapes.result.metrics))
-    payloads = stacked(empty[0] if i is None else pending.payloads[i] for i in slots)
-    uploads = stacked(empty[1] if i is None else updates[i].upload for i in accepted_ids)
-    metrics = stacked(empty[2] if i is None else updates[i].metrics for i in accepted_ids)
-    downloads: list[dict[str, int]] = []  # bytes by layer, of each slot
-    uploads_bytes: list[dict[str, int]] = []
+    empty = _zeros((shapes.payload, shapes.result.upload, shapes.result.metrics))
+    payloads = _stack(empty[0] if i is None else pending.payloads[i] for i in slots)
+    uploads = _stack(empty[1] if i is None else updates[i].upload for i in accepted_ids)
+    metrics = _stack(empty[2] if i is None else updates[i].metrics for i in accepted_ids)
+    slots_down: list[dict[str, int]] = []  # bytes by layer, for each slot
+    slots_up: list[dict[str, int]] = []
     for i in slots:
         if i in responded:
             down, up = updates[i].down, updates[i].up
@@ -287,29 +280,36 @@ def _cohort(
             payload = empty[0] if i is None else pending.payloads[i]
             _, down, up = _check_upload(programs, g, payload, empty[1])
             up = dict.fromkeys(up, 0)
-        downloads.append(dict.fromkeys(down, 0) if i is None else down)
-        uploads_bytes.append(up)
+        slots_down.append(dict.fromkeys(down, 0) if i is None else down)
+        slots_up.append(up)
 
-    def by_layer(slot_bytes: list[dict[str, int]]) -> dict[str, Any]:
-        names = slot_bytes[0]
-        return {n: np.array([[sizes.get(n, 0) for sizes in slot_bytes]], np.int64) for n in names}
+    def by_layer(slots: list[dict[str, int]]) -> dict[str, Any]:
+        return {n: np.array([[sizes.get(n, 0) for sizes in slots]], np.int64) for n in slots[0]}
 
     log: dict[str, Any] = {
         "ids": np.array([[0 if i is None else i for i in slots]], np.int32),
         "present": np.array([[i is not None for i in slots]]),
         "dropped": np.array([[i is not None and i not in responded for i in slots]]),
-        "rejected": np.array([[i in responded and i not in accepted_ids for i in slots]]),
+        "rejected": np.array([[i in responded and not updates[i].accepted for i in slots]]),
         "metrics": jax.tree.map(lambda leaf: leaf[None], metrics),
-        "down": by_layer(downloads),
-        "up": by_layer(uploads_bytes),
+        "down": by_layer(slots_down),
+        "up": by_layer(slots_up),
     }
     return programs.build_cohort(g, accepted_ids, payloads, uploads, pending.round), Log(**log)
 
 
 def stack_scores(server: Server, scores: Mapping[int, Evaluation]) -> Evaluation:
     """Stacks the scores of all clients to leaves of shape [N, ...]; missing clients get zeros."""
-    method = server.programs.method
-    template = server.programs.shapes[0].scores
-    zeros = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), template)
-    per_client = [scores.get(i, zeros) for i in range(method.federation.clients)]
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *per_client)
+    clients = server.programs.method.federation.clients
+    zeros = _zeros(server.programs.shapes[0].scores)
+    return _stack(scores.get(i, zeros) for i in range(clients))
+
+
+def _zeros(template: PyTree) -> PyTree:
+    """Returns a tree of zeros with the shapes and types of a template."""
+    return jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), template)
+
+
+def _stack(slot_trees: Iterable[PyTree]) -> PyTree:
+    """Stacks the leaves of equal trees on a new first axis."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *slot_trees)
