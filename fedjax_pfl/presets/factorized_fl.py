@@ -17,7 +17,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.presets.vocabulary import apply_words
+from fedjax_pfl.presets.vocabulary import Words, apply_words
 from fedjax_pfl.settings import configuration
 
 # τ, ε and the least number of candidates among 20 clients, as in the authors' code.
@@ -28,40 +28,23 @@ _MATCHING: dict[str, dict[str, Any]] = {
 }
 
 
-def _noniid(config: ConfigDict, match: re.Match[str]) -> None:
-    config.partition = "dirichlet"
-    config.dirichlet.alpha = 0.5
-
-
-def _permuted(config: ConfigDict, match: re.Match[str]) -> None:
-    config.permute_labels = True
-
-
-def _domains(config: ConfigDict, match: re.Match[str]) -> None:
-    config.update(partition="domains", permute_labels=True)
-
-
-def _shared(config: ConfigDict, match: re.Match[str]) -> None:
-    for method in ("factorized_fl", "factorized_fl_moved"):
-        config[method].share = {"alpha": "u", "beta": "all"}[match[0]]
-
-
-def _width(config: ConfigDict, match: re.Match[str]) -> None:
-    config.resnet9.width = int(match["w"])
+_WORDS: Words = {
+    "noniid": lambda match: {"partition": "dirichlet", "dirichlet": {"alpha": 0.5}},
+    "permuted": lambda match: {"permute_labels": True},
+    "domains": lambda match: {"partition": "domains", "permute_labels": True},
+    "alpha|beta": lambda match: {
+        method: {"share": {"alpha": "u", "beta": "all"}[match[0]]}
+        for method in ("factorized_fl", "factorized_fl_moved")
+    },
+    r"w(\d+)": lambda match: {"resnet9": {"width": int(match[1])}},
+}
 
 
 def get_config(preset: str = "permuted-noniid") -> ConfigDict:
     """Returns the settings of a cell of the paper's table; without words, beta on digits."""
     config = configuration.default()
     config.update(algorithm="factorized_fl", partition="iid", clients=20, model="resnet9")
-    own_words = {
-        "noniid": _noniid,
-        "permuted": _permuted,
-        "domains": _domains,
-        "alpha|beta": _shared,
-        r"w(?P<w>\d+)": _width,
-    }
-    config = apply_words(config, preset, own_words)
+    config = apply_words(config, preset, _WORDS)
     small = config.dataset == "digits"
     config.update(split="shared", test_fraction=0.1, validation_fraction=0.1)
     config.update(local_epochs=5, batch_size=256, learning_rate=1e-3, momentum=0.9)

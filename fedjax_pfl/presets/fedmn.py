@@ -47,10 +47,6 @@ DATASETS: dict[str, dict[str, Any]] = {
 }
 
 
-def _without_pretraining(config: ConfigDict, match: Any) -> None:
-    config.phases = ()
-
-
 def get_config(preset: str = "") -> ConfigDict:
     """Returns the settings of a cell of the paper's table; FedMN on digits by default."""
     config = configuration.default()
@@ -62,7 +58,7 @@ def get_config(preset: str = "") -> ConfigDict:
     config.update(DATASETS[dataset])
     if dataset in TESTBED:  # before the words, of which `plain` removes the phases
         config.phases = ({"algorithm": "fedavg", "rounds": 145, "learning_rate": 0.07}, {})
-    config = apply_words(config, preset, {"plain": _without_pretraining})
+    config = apply_words(config, preset, {"plain": lambda match: {"phases": ()}})
     config.update({"model": DATASETS.get(config.dataset, {}).get("model", config.model)})
     if config.dataset in TESTBED:
         config.update(batch_size=128, momentum=0.9, weight_decay=5e-4, learning_rate=0.02)

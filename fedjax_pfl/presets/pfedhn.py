@@ -22,7 +22,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.presets.vocabulary import apply_words
+from fedjax_pfl.presets.vocabulary import Words, apply_words
 from fedjax_pfl.settings import configuration
 
 HYPERNETWORKS = ("pfedhn", "pfedhn_pc")
@@ -72,24 +72,20 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def _cohort(config: ConfigDict, match: re.Match[str]) -> None:
-    config.clients_per_round = int(match["k"])
-
-
-def _steps(config: ConfigDict, match: re.Match[str]) -> None:
-    config.rounds = int(match["s"])
-
-
-def _sizes(config: ConfigDict, match: re.Match[str]) -> None:
-    config.groups = tuple({config.model: {"kernels": (k, 2 * k)}} for k in (8, 16, 32))
+_WORDS: Words = {
+    r"k(\d+)": lambda match: {"clients_per_round": int(match[1])},
+    r"steps(\d+)": lambda match: {"rounds": int(match[1])},
+    "sizes": lambda match: {},
+}
 
 
 def get_config(preset: str = "") -> ConfigDict:
     """Returns the settings of a cell of the paper's tables; by default pFedHN on digits."""
     config = configuration.default()
     config.update(algorithm="pfedhn", partition="shares", evaluate_after=False, rounds=0)
-    own_words = {r"k(?P<k>\d+)": _cohort, r"steps(?P<s>\d+)": _steps, "sizes": _sizes}
-    config = apply_words(config, preset, own_words)
+    config = apply_words(config, preset, _WORDS)
+    if "sizes" in preset.split("-"):
+        config.groups = tuple({config.model: {"kernels": (k, 2 * k)}} for k in (8, 16, 32))
     small = config.dataset == "digits"
     steps, cohort = config.rounds or (500 if small else 5000), config.clients_per_round
     if not re.search(r"(^|-)n\d+(-|$)", preset):

@@ -8,8 +8,6 @@ cifar100 classes12 and dominant6), a number of clients (n10: all take part; n100
 number of retained layers (k1 is HeurpFedLA), or another method instead of pfedla (local, fedavg).
 """
 
-import re
-
 from ml_collections import ConfigDict
 
 from fedjax_pfl.presets.vocabulary import apply_words
@@ -20,10 +18,6 @@ from fedjax_pfl.settings import configuration
 RATES = {"digits": 1.0}
 
 
-def _retained(config: ConfigDict, match: re.Match[str]) -> None:
-    config.pfedla.k = int(match["k"])
-
-
 def get_config(preset: str = "") -> ConfigDict:
     """Returns the settings of a cell of the paper's tables; by default pFedLA on the digits."""
     config = configuration.default()
@@ -31,7 +25,8 @@ def get_config(preset: str = "") -> ConfigDict:
     config.local_epochs = 10
     if "cifar100" in preset.split("-"):  # before the words, which may say otherwise
         config.classes.per_client, config.dominant.dominant = 12, 6
-    config = apply_words(config, preset, {r"k(?P<k>\d+)": _retained})
+    own_words = {r"k(\d+)": lambda match: {"pfedla": {"k": int(match[1])}}}
+    config = apply_words(config, preset, own_words)
     config.pfedla.rate = RATES.get(config.dataset, config.pfedla.rate)
     config.lenet.batch_norm = config.dataset in ("cifar10", "cifar100")
     if config.dataset == "digits":

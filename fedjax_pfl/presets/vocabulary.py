@@ -39,37 +39,29 @@ DATASETS: dict[str, dict[str, Any]] = {
 }
 
 
-def _partition(name: str, **settings: str) -> Callable[[ConfigDict, re.Match[str]], None]:
-    def set_partition(config: ConfigDict, match: re.Match[str]) -> None:
-        config.partition = name
-        for key, group in settings.items():
-            config[name][key] = type(config[name][key])(match[group])
+# A regular expression of a word, and a function from its match to the settings that it changes.
+Words = Mapping[str, Callable[[re.Match[str]], Mapping[str, Any]]]
 
-    return set_partition
-
-
-def _clients(config: ConfigDict, match: re.Match[str]) -> None:
-    config.clients = int(match["n"])
-
-
-_PATTERNS: dict[str, Callable[[ConfigDict, re.Match[str]], None]] = {
-    r"n(?P<n>\d+)": _clients,
-    r"classes(?P<c>\d+)": _partition("classes", per_client="c"),
-    r"dominant(?P<c>\d+)": _partition("dominant", dominant="c"),
-    r"dirichlet(?P<a>[\d.]+)": _partition("dirichlet", alpha="a"),
-    r"iid": _partition("iid"),
+_WORDS: Words = {
+    r"n(\d+)": lambda match: {"clients": int(match[1])},
+    r"classes(\d+)": lambda match: _partition("classes", per_client=int(match[1])),
+    r"dominant(\d+)": lambda match: _partition("dominant", dominant=int(match[1])),
+    r"dirichlet([\d.]+)": lambda match: _partition("dirichlet", alpha=float(match[1])),
+    r"iid": lambda match: _partition("iid"),
 }
 
 
-def apply_words(
-    config: ConfigDict, preset: str, own_words: Mapping[str, Callable[..., None]]
-) -> ConfigDict:
+def _partition(name: str, **settings: float) -> dict[str, Any]:
+    """Returns the settings that select a partition and its settings."""
+    return {"partition": name, name: settings} if settings else {"partition": name}
+
+
+def apply_words(config: ConfigDict, preset: str, own_words: Words) -> ConfigDict:
     """Changes a configuration by the words of a preset, joined with dashes, and returns it.
 
-    The dataset is digits unless a word names another. `own_words` are the words of a system: a
-    regular expression, and a function that gets the configuration and the match.
+    The dataset is digits unless a word names another. `own_words` are the words of a system.
     """
-    patterns = {**_PATTERNS, **own_words}
+    patterns = {**_WORDS, **own_words}
     preset_words = [word for word in preset.split("-") if word]
     # The dataset first: the other words change the defaults that it sets.
     config.dataset = ["digits", *(word for word in preset_words if word in DATASETS)][-1]
@@ -80,19 +72,18 @@ def apply_words(
         if word in configuration.ALGORITHMS:
             config.algorithm = word
             continue
-        matches = [(change, m) for p, change in patterns.items() if (m := re.fullmatch(p, word))]
+        matches = [changes(m) for p, changes in patterns.items() if (m := re.fullmatch(p, word))]
         if not matches:
             names = [*DATASETS, *configuration.ALGORITHMS, *_examples(patterns, word)]
             template = "-".join("{}" if w == word else w for w in preset_words)
             hint = configuration.suggestion(word, names, template)
             raise UsageError(f"there is no preset {preset!r}: {word!r} is no word of one{hint}")
-        change, match = matches[0]
-        change(config, match)
+        config.update(matches[0])
     return config
 
 
 def _examples(patterns: Iterable[str], word: str) -> list[str]:
     """Returns words that match the patterns, with the number that `word` ends in."""
     number = re.search(r"[\d.]+$", word)
-    filled = (re.sub(r"\(\?P<.*?\)", number[0] if number else "N", p) for p in patterns)
+    filled = (re.sub(r"\(.*?\)", number[0] if number else "N", p) for p in patterns)
     return [example for pattern in filled for example in pattern.split("|")]

@@ -80,9 +80,7 @@ def test_every_word_of_the_documentation_is_a_preset():
 
 
 def test_words_of_one_system():
-    def use(settings, match):
-        settings.seed = int(match["s"])
-
-    config = apply_words(configuration.default(), "mnist-s12", {r"s(?P<s>\d+)": use})
+    own_words = {r"s(\d+)": lambda match: {"seed": int(match[1])}}
+    config = apply_words(configuration.default(), "mnist-s12", own_words)
     assert (config.seed, config.dataset) == (12, "mnist")
-    assert "own" in message(apply_words, configuration.default(), "ownn", {"own": use})
+    assert "own" in message(apply_words, configuration.default(), "ownn", {"own": None})
