@@ -44,8 +44,8 @@ class Registry(NamedTuple):
 
 
 BUILTINS = Registry()  # custom.py adds the components of a user for one run
-# Arguments of factories that are no settings: the library passes them.
 SCHEDULE_ARGUMENTS = {"rounds", "first_round"}  # a method that has them depends on its phase
+# Arguments of factories that are no settings: the library passes them.
 _PASSED = {"outputs", "conv", "parent", "name", "data_dir"} | SCHEDULE_ARGUMENTS
 _MAX_LISTED = 25  # names in an error message
 _MAX_UNITS = 1_000_000  # per layer of a built-in network
@@ -98,7 +98,7 @@ def meanings(factory: Callable[..., Any]) -> dict[str, str]:
         for names, text in re.findall(r"^  (\w+(?:, \w+)*): (.*(?:\n   .*)*)", section, re.M):
             meaning = " ".join(text.split()).removesuffix(".")
             by_name |= dict.fromkeys(names.split(", "), meaning)
-    return by_name
+    return {name: meaning for name, meaning in by_name.items() if name not in _PASSED}
 
 
 def component_name(config: Mapping[str, Any], kind: str) -> str:
