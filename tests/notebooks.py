@@ -1,4 +1,4 @@
-"""A notebook's code as a program, without Jupyter."""
+"""Runs notebooks as programs, without Jupyter."""
 
 import ast
 import contextlib
@@ -14,26 +14,22 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 
 
 def read(name):
-    """A notebook as it is stored."""
+    """Returns the stored notebook."""
     return json.loads((FOLDER / f"{name}.ipynb").read_text())
 
 
 def code(name):
-    """Its code cells, by id, in order; what is for IPython alone does nothing."""
+    """Returns the code cells by id, in order, without IPython's magics."""
     cells = (cell for cell in read(name)["cells"] if cell["cell_type"] == "code")
-
-    def alone(source):
-        return re.sub(r"^( *)%.*$", r"\1pass", source, flags=re.M)
-
-    return {cell["id"]: alone("".join(cell["source"])) for cell in cells}
+    return {c["id"]: re.sub(r"(?m)^( *)%.*$", r"\1pass", "".join(c["source"])) for c in cells}
 
 
-def run(name, small=""):
-    """Runs them as one program, with `small` behind the parameters; returns each cell's text."""
-    sys.modules["IPython"] = top = types.ModuleType("IPython")
-    top.version_info, top.get_ipython = (9, 0), lambda: None  # which matplotlib asks for
-    sys.modules["IPython.display"] = shown = types.ModuleType("IPython.display")
-    shown.Image, shown.display = Picture, lambda thing: None
+def run(name, changes=""):
+    """Runs a notebook with changed parameters, and returns the text that each cell prints."""
+    sys.modules["IPython"] = ipython = types.ModuleType("IPython")
+    ipython.version_info, ipython.get_ipython = (9, 0), lambda: None  # for matplotlib
+    sys.modules["IPython.display"] = display = types.ModuleType("IPython.display")
+    display.Image, display.display = Picture, lambda value: None
     names, texts = {"__name__": "__main__"}, {}
     for cell, source in code(name).items():
         with contextlib.redirect_stdout(io.StringIO()) as text:
@@ -41,9 +37,9 @@ def run(name, small=""):
         print(text.getvalue(), end="")
         texts[cell] = text.getvalue()
         if cell == "parameters":
-            before = set(names)
-            exec(small, names)
-            assert set(names) == before, "it changes what is there, and nothing else"
+            parameters = set(names)
+            exec(changes, names)
+            assert set(names) == parameters, "changes may not define new parameters"
     return texts
 
 
@@ -54,23 +50,23 @@ def stored(name):
 
 
 def wording(text):
-    """Returns the lines of a text with every number, and the width of columns, taken out."""
+    """Returns the lines of a text without numbers and column widths."""
     narrow = re.sub(r"[ -]*(  |--)[ -]*", " ", text)
     return re.sub(r"[-+]?\d[\d.,]*(e-?\d+)?", "0", narrow).splitlines()
 
 
 def accuracies(text):
-    """Returns mean accuracies in per cent: behind "before" or "after", and in tables' columns."""
+    """Returns mean accuracies in per cent, from lines and tables."""
     scale = {"": 100.0, " %": 1.0}
-    said = re.findall(r"(?:before|after) +(\d+\.\d+)( %|)(?=\s|$)", text)
-    points = [float(value) * (scale[unit] if float(value) <= 1 else 1) for value, unit in said]
+    matches = re.findall(r"(?:before|after) +(\d+\.\d+)( %|)(?=\s|$)", text)
+    points = [float(value) * (scale[unit] if float(value) <= 1 else 1) for value, unit in matches]
     return points + [float(row[head]) for row in rows(text) for head in _SCORES if row[head] != "–"]
 
 
 def exact(text):
-    """Returns what is the same on every machine: bytes, rounds and seeds.
+    """Returns the numbers that are equal on every machine: bytes, rounds and seeds.
 
-    Not the bytes of methods that learn which part of a model travels.
+    Leaves out the bytes of methods that learn which part of a model they send.
     """
     bills = re.findall(r"\d{1,3}(?:,\d{3})+|[\d.]+ [kMG]?B (?:down|up)", text)
     fixed = [row for row in rows(text) if row["label"] not in ("FedMN", "Factorized-FL")]
@@ -83,27 +79,27 @@ _EXACT = ("MB down", "MB up", "rounds", "seeds")
 
 def rows(text):
     """Returns the rows of a table of results as mappings, without deviations."""
-    found, heads = [], None
+    table, heads = [], None
     for line in text.splitlines():
         words = re.split(r" {2,}", re.sub(r" ± [\d.]+", "", line.strip()))
         if "MB down" in words:
             heads = words
         elif heads and len(words) == len(heads) + 1:
-            found.append(dict(zip(["label", *heads], words, strict=True)))
+            table.append(dict(zip(["label", *heads], words, strict=True)))
         else:
             heads = None
-    return found
+    return table
 
 
 class Picture:
-    """Stands for IPython's Image: the file is there, and a picture."""
+    """Replaces IPython's Image; requires a PNG file."""
 
     def __init__(self, filename, width=None):
         assert Path(filename).read_bytes().startswith(b"\x89PNG")
 
 
 def form(function):
-    """What a function does, without its annotations and docstrings."""
+    """Returns a function's syntax tree without annotations and docstrings."""
     for node in ast.walk(function):
         if isinstance(node, ast.FunctionDef):
             node.returns = None
