@@ -91,7 +91,7 @@ def federate(
 
     def pool_of(rows: np.ndarray) -> Pool:
         available = np.bincount(labels[rows], minlength=stored_classes)
-        return Pool(available, clients, dataset.coarse, held_out)
+        return Pool(available, clients, coarse=dataset.coarse, held_out=held_out)
 
     training = np.flatnonzero(use == _TRAIN)
     request.check_enough(dataset.name, partition, clients, split, len(training))

@@ -73,8 +73,7 @@ def group_shapes(method: Method, g: int, data: FederatedData) -> Shapes:
         lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), state.clients[g]
     )
     server_state = state._replace(clients=())
-    ctx = ClientContext(_NUMBER, None, _NUMBER, key)
-    payload = jax.eval_shape(method.group_algorithm(g).send, server_state, ctx)
+    payload = jax.eval_shape(partial(_send, method, g), server_state, _NUMBER, _NUMBER)
     inputs = RoundInputs(_NUMBER, _NUMBER, data)
     result = jax.eval_shape(partial(_train, method, g), payload, client_state, inputs)
     served = jax.eval_shape(
@@ -203,22 +202,25 @@ def _key(method: Method) -> jax.Array:
 
 def _send(method: Method, g: int, state: State, i: jax.Array, t: jax.Array) -> PyTree:
     """Returns the payload of client `i` in round `t`."""
-    return method.group_algorithm(g).send(
-        state, ClientContext(i, None, t, stage_key(_key(method), SEND, t, i))
-    )
+    return method.group_algorithm(g).send(state, _context(method, SEND, i, t))
 
 
-def _train_context(method: Method, inputs: RoundInputs) -> ClientContext:
-    """Returns the context in which a client trains."""
-    i, t, data = inputs
-    return ClientContext(i, client_data(data, 0), t, stage_key(_key(method), TRAIN, t, i))
+def _context(method: Method, stage: int, i: Any, t: Any, data: Any = None) -> ClientContext:
+    """Returns the context of client `i` in a stage of round `t`; `data` may hold shapes only."""
+    examples = None
+    if data is not None:
+        has_shapes = isinstance(jax.tree.leaves(data)[0], jax.ShapeDtypeStruct)
+        examples = (
+            jax.eval_shape(client_data, data, _NUMBER) if has_shapes else client_data(data, 0)
+        )
+    return ClientContext(i=i, data=examples, t=t, key=stage_key(_key(method), stage, t, i))
 
 
 def _train(
     method: Method, g: int, payload: PyTree, client: PyTree, inputs: RoundInputs
 ) -> TrainResult:
     """Trains one client for a round. For arguments see `ClientPrograms.train`."""
-    ctx = _train_context(method, inputs)
+    ctx = _context(method, TRAIN, *inputs)
     upload, variables, new, metrics = method.group_algorithm(g).train(payload, client, ctx)
     return TrainResult(
         upload=upload,
@@ -249,7 +251,7 @@ def _server_part(
     method: Method, g: int, client: PyTree, data: Any, state: State, i: jax.Array, t: jax.Array
 ) -> list[Any]:
     """Computes the values that client `i` is sent; `client` and `data` may hold shapes only."""
-    ctx = _evaluation_context(method, data, i, t)
+    ctx = _context(method, PERSONAL, i, t, data)
     return split_personalize.server_part(method.group_algorithm(g).personalize, state, client, ctx)
 
 
@@ -257,19 +259,10 @@ def _client_part(
     method: Method, g: int, state: State, served_values: Any, client: PyTree, inputs: RoundInputs
 ) -> PyTree:
     """Returns the variables of a client's personalised model; `state` holds shapes only."""
-    ctx = _evaluation_context(method, inputs.data, inputs.i, inputs.t)
+    ctx = _context(method, PERSONAL, *inputs)
     return split_personalize.client_part(
         method.group_algorithm(g).personalize, served_values, state, client, ctx
     )
-
-
-def _evaluation_context(method: Method, data: Any, i: jax.Array, t: jax.Array) -> ClientContext:
-    """Returns the context in which a model is personalised. `data` may hold shapes only."""
-    has_values = not isinstance(jax.tree.leaves(data)[0], jax.ShapeDtypeStruct)
-    client_examples = (
-        client_data(data, 0) if has_values else jax.eval_shape(client_data, data, _NUMBER)
-    )
-    return ClientContext(i, client_examples, t, stage_key(_key(method), PERSONAL, t, i))
 
 
 def _score(
@@ -295,7 +288,7 @@ def _score(
     before, validation = score(model, test), score(model, client_examples.validation)
     if not method.evaluate_after:
         return Evaluation(before, validation, None)
-    _, trained, _, _ = algorithm.train(payload, client, _train_context(method, inputs))
+    _, trained, _, _ = algorithm.train(payload, client, _context(method, TRAIN, *inputs))
     if method.validate_after:
         validation = score(trained, client_examples.validation)
     return Evaluation(before, validation, score(trained, test))

@@ -297,9 +297,10 @@ def _write_flower_home(folder: Path, authority: Path, port: int) -> Path:
     """Writes Flower's configuration with a connection named `trial`; returns its folder."""
     home = folder / "flwr"
     home.mkdir(exist_ok=True)
-    lines = ["[superlink]", 'default = "trial"', "", "[superlink.trial]"]
-    lines += [f'address = "127.0.0.1:{port}"', f"root-certificates = {json.dumps(str(authority))}"]
-    (home / "config.toml").write_text("\n".join(lines) + "\n")
+    (home / "config.toml").write_text(
+        f'[superlink]\ndefault = "trial"\n\n[superlink.trial]\naddress = "127.0.0.1:{port}"\n'
+        f"root-certificates = {json.dumps(str(authority))}\n"
+    )
     return home
 
 

@@ -126,7 +126,8 @@ def _number_categories(
                 dataset.name, column, categories[column], vocabularies[column]
             )
             end = at + (1 if index else len(categories[column]))
-            part = _Column(at, end, [column] if index else names, position)
+            names = [column] if index else names
+            part = _Column(start=at, end=end, names=names, position=position)
         else:
             raise UsageError(
                 f"{dataset.name}: column {column!r} is text, and this node's file does not list "
