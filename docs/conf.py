@@ -140,6 +140,7 @@ results/fedmn
 results/factorized_fl
 results/made
 questions
+glossary
 ```
 
 ```{toctree}
