@@ -13,11 +13,10 @@ from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.simulation import rounds
 from tests import tiny
-from tests.algorithms.factorized_fl_test import mixing_weights
 
 KEY = jax.random.key(3)
 N, OUT = tiny.CLIENTS, tiny.CLASSES
-RATE, LAMBDA, TAU, SCALE, MINIMUM = 0.3, 0.05, 0.1, 3.0, 2
+RATE, LAMBDA = 0.3, 0.05
 
 
 class TwoLayers(nn.Module):
@@ -41,6 +40,23 @@ def windows(x: np.ndarray, f: int) -> np.ndarray:
         return x[:, None, None, None, None, :]
     patches = np.lib.stride_tricks.sliding_window_view(x, (f, f), axis=(1, 2))
     return np.moveaxis(patches, 3, -1)
+
+
+def mixing_weights(v: np.ndarray, tau: float, scale: float, minimum: int) -> np.ndarray:
+    """Computes ω [N, N] with loops, from (4) and (5)."""
+    n = len(v)
+    omega = np.zeros((n, n))
+    for k in range(n):
+        sigma = {
+            i: v[k] @ v[i] / np.linalg.norm(v[k]) / np.linalg.norm(v[i]) for i in range(n) if i != k
+        }
+        peers = sorted(sigma, key=lambda i: -sigma[i])
+        candidates_k = {i for i in peers if sigma[i] >= tau} | set(peers[: minimum - 1])
+        scores = {k: 1.0, **{i: sigma[i] for i in candidates_k}}
+        total = sum(np.exp(scale * s) for s in scores.values())
+        for i, s in scores.items():
+            omega[k, i] = np.exp(scale * s) / total
+    return omega
 
 
 def step(params: Any, x: np.ndarray, y: np.ndarray, f: int, penalty: float) -> Any:
@@ -84,25 +100,17 @@ def stored(state: State, k: int) -> Any:
     return params
 
 
-def setting(f: int, share: str, penalty: bool) -> tuple[Any, Any, State]:
-    """Returns round functions, data, and a state whose clients differ in all parts."""
+def setting(f: int, **settings: Any) -> tuple[Any, Any, Any, State]:
+    """Returns the method, its rounds, data, and a state whose clients differ in all parts."""
     rng = np.random.default_rng(2)
     data, federation = tiny.federated()
     if f:
         x = rng.normal(size=(len(data.x), 4, 4, 2)).astype(np.float32)
         data = data._replace(x=jnp.asarray(x))
         federation = federation._replace(input_shape=(4, 4, 2))
-    algorithm = algorithms.factorized_fl(
-        TwoLayers(f),
-        local_training.sgd(learning_rate=RATE, batch_size=64, epochs=1),
-        federation,
-        share=share,
-        tau=TAU,
-        scale=SCALE,
-        minimum=MINIMUM,
-        sparsity=LAMBDA,
-        penalty=penalty,
-    )
+    training = local_training.sgd(learning_rate=RATE, batch_size=64, epochs=1)
+    settings["sparsity"] = LAMBDA
+    algorithm = algorithms.factorized_fl(TwoLayers(f), training, federation, **settings)
     rounds_functions = rounds.make_rounds(
         algorithm, federation, cohort=N, max_rounds=1, evaluate_after=False
     )
@@ -111,25 +119,30 @@ def setting(f: int, share: str, penalty: bool) -> tuple[Any, Any, State]:
     def scatter(leaf: jax.Array) -> jax.Array:
         return leaf + rng.normal(size=leaf.shape).astype(np.float32)
 
-    return rounds_functions, data, jax.tree.map(scatter, state)
+    return algorithm, rounds_functions, data, jax.tree.map(scatter, state)
 
 
 @pytest.mark.parametrize(
-    ("f", "share", "penalty"),
-    [(0, "u", False), (0, "all", True), (3, "u", True), (3, "all", False)],
+    ("f", "share", "penalty", "tau", "scale", "minimum"),
+    [
+        (0, "u", False, 0.0, 1.0, 1),
+        (0, "all", True, 0.1, 3.0, 2),
+        (3, "u", True, 0.95, 5.0, 3),
+        (3, "all", False, -1.0, 1.0, N),
+    ],
 )
-def test_a_round_equals_numpy(f, share, penalty):
-    rounds_functions, data, before = setting(f, share, penalty)
+def test_a_round_equals_numpy(f, share, penalty, tau, scale, minimum):
+    settings = {"share": share, "penalty": penalty, "tau": tau, "scale": scale}
+    algorithm, rounds_functions, data, before = setting(f, **settings, minimum=minimum)
     models = [stored(before, k) for k in range(N)]
-    # A copy, because the simulation may reuse the state's memory.
-    after, _ = rounds_functions.run(
-        KEY, jax.tree.map(jnp.copy, before), data, jnp.int32(0), jnp.int32(1)
-    )
-    after = jax.device_get(after)
     v = np.stack([model["first"]["v"].ravel() for model in models])
-    omega = mixing_weights(v, TAU, SCALE, MINIMUM)
-    assert ((omega > 0).sum(1) < N).any()
-    assert ((omega > 0).sum(1) > MINIMUM).any()
+    omega = mixing_weights(v, tau, scale, minimum)
+    assert tau != 0.1 or ((omega > 0).sum(1).min() < N and (omega > 0).sum(1).max() > minimum)
+    np.testing.assert_allclose(algorithm.observe(before)["weights"], omega, atol=1e-6)
+    # A copy, because the simulation may reuse the state's memory.
+    copy = jax.tree.map(jnp.copy, before)
+    after, _ = rounds_functions.run(KEY, copy, data, jnp.int32(0), jnp.int32(1))
+    after = jax.device_get(after)
     for k in range(N):
         mixed = {name: dict(leaves) for name, leaves in models[k].items()}
         for leaf in ("u",) if share == "u" else ("u", "v", "mu", "bias"):

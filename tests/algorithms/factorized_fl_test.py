@@ -58,52 +58,6 @@ def sent(algorithm: Any, state: State, key: Any = KEY) -> Any:
     ]
 
 
-def mixing_weights(v: np.ndarray, tau: float, scale: float, minimum: int) -> np.ndarray:
-    """Computes ω [N, N] with loops, from (4) and (5)."""
-    n = len(v)
-    omega = np.zeros((n, n))
-    for k in range(n):
-        sigma = {
-            i: v[k] @ v[i] / np.linalg.norm(v[k]) / np.linalg.norm(v[i]) for i in range(n) if i != k
-        }
-        peers = sorted(sigma, key=lambda i: -sigma[i])
-        candidates_k = {i for i in peers if sigma[i] >= tau} | set(peers[: minimum - 1])
-        scores = {k: 1.0, **{i: sigma[i] for i in candidates_k}}
-        total = sum(np.exp(scale * s) for s in scores.values())
-        for i, s in scores.items():
-            omega[k, i] = np.exp(scale * s) / total
-    return omega
-
-
-@pytest.mark.parametrize(
-    ("share", "tau", "scale", "minimum"),
-    [("u", 0.0, 1.0, 1), ("all", 0.3, 20.0, 2), ("all", 0.95, 5.0, 3), ("all", -1.0, 1.0, N)],
-)
-def test_mixing_equals_numpy(share, tau, scale, minimum):
-    algorithm = make(
-        share=share, tau=tau, scale=scale, minimum=minimum, sparsity=0.05, pruned="travel"
-    )
-    state = scattered(algorithm)
-    rows = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), state.rows["params"])
-    omega = mixing_weights(rows["fc1"]["v"][..., 0], tau, scale, minimum)
-    np.testing.assert_allclose(observed(algorithm, state)["weights"], omega, atol=1e-6)
-    got = sent(algorithm, state)
-
-    def mix(leaf):
-        return np.tensordot(omega, leaf, 1)
-
-    np.testing.assert_allclose(got["fc1"]["u"], mix(rows["fc1"]["u"]), atol=1e-5)
-    if share == "u":  # the client's own v, and nothing else
-        np.testing.assert_array_equal(got["fc1"]["v"], state.rows["params"]["fc1"]["v"])
-        assert {layer: set(leaves) for layer, leaves in got.items()} == {"fc1": {"u", "v"}}
-    else:
-        np.testing.assert_allclose(got["fc1"]["v"], mix(rows["fc1"]["v"]), atol=1e-5)
-        np.testing.assert_allclose(got["norm1"]["scale"], mix(rows["norm1"]["scale"]), atol=1e-5)
-        mu = mix(rows["fc1"]["mu"])
-        np.testing.assert_allclose(got["fc1"]["mu"], np.where(np.abs(mu) < 0.05, 0, mu), atol=1e-5)
-        assert set(got) == {"fc1", "norm1"}
-
-
 @pytest.mark.parametrize("pruned", ["travel", "evaluation"])
 def test_pruned_entries_are_not_counted_as_traffic(pruned):
     """Models are always pruned for evaluation, downloads and uploads only with `travel`."""

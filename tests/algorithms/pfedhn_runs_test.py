@@ -1,4 +1,4 @@
-"""Runs of pFedHN: held-out clients, and networks of three sizes."""
+"""Runs of pFedHN: memory of embeddings, and held-out clients."""
 
 from pathlib import Path
 
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
-from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.runs import build, checkpoints, runner
 from fedjax_pfl.settings import configuration
@@ -90,26 +89,3 @@ def test_held_out_clients_are_fitted_with_a_frozen_hypernetwork(tmp_path: Path):
     # The metrics of a phase are those of its participants.
     rows = [client["before_accuracy"] for client in run.clients]
     assert run.metrics[-1]["before"]["accuracy_mean"] == pytest.approx(np.mean(rows[4:]))
-
-
-@pytest.mark.slow("three networks in one program")
-def test_one_hypernetwork_for_three_sizes():
-    """Embeddings are fixed to each client's shares of the classes."""
-    groups = tuple({"mlp": {"hidden": (width,)}} for width in (2, 3, 4))
-    settings = {"width": 4, "depth": 1, "fixed": True}
-    changes = {"partition": "dirichlet", "groups": groups, "clients_per_round": 3}
-    run = runner.run({**SMALL, **changes, "algorithm": "pfedhn", "pfedhn": settings})
-    sizes = [4 * w + w + w * 3 + 3 for w in (2, 3, 4)]
-    algorithm, state = run.phases[0].algorithm, run.state
-    for g, size in enumerate(sizes):
-        payload = algorithm.send[g](state, ClientContext(g, None, T, KEY))
-        assert trees.size(payload) == size
-        assert payload["params"]["fc1"]["kernel"].shape == (4, g + 2)
-    assert trees.size(state.server.phi) == (3 + 1) * 4 + 5 * 4 + 5 * sum(sizes)
-    visits = np.array(run.ledger.visits)
-    assert visits.sum() == 3 * SMALL["rounds"]
-    assert list(run.ledger.client_up) == [4 * sizes[i % 3] * visits[i] for i in range(6)]
-
-    counts = run.federation.class_counts
-    np.testing.assert_array_equal(counts.sum(1), run.federation.counts)
-    np.testing.assert_allclose(state.rows.v, counts / counts.sum(0), rtol=1e-6)

@@ -210,6 +210,14 @@ def test_traffic_on_cifar10():
         assert ("fc3" in traffic.up) == (name == "pfedhn")
 
 
+def test_fixed_embeddings_are_the_shares_of_classes():
+    counts = np.array([[1, 0, 0], [2, 2, 0], [0, 0, 1], [1, 1, 1], [0, 3, 0], [0, 0, 4]])
+    federation = tiny.federated()[1]._replace(class_counts=counts)
+    algorithm = algorithms.pfedhn(tiny.Net(), cases.training(), federation, fixed=True, width=4)
+    v = algorithm.init(KEY).rows.v
+    np.testing.assert_allclose(v, counts / counts.sum(0), rtol=1e-6)
+
+
 def test_starts_of_phases():
     """A phase continues the same hypernetwork. Only such a phase can freeze it."""
     algorithm = make()

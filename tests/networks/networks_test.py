@@ -102,6 +102,19 @@ def test_group_norm_is_independent_of_other_examples():
     np.testing.assert_allclose(run(x)[:1], run(x.at[1:].set(0))[:1], rtol=1e-5, atol=1e-7)
 
 
+def conv(x, layer, padding=0, stride=1):
+    layout = ("NHWC", "HWIO", "NHWC")
+    padding = [(padding, padding)] * 2
+    return jax.lax.conv_general_dilated(
+        x, layer["kernel"], (stride, stride), padding, dimension_numbers=layout
+    )
+
+
+def pool(x, size):
+    b, h, w, c = x.shape
+    return x.reshape(b, h // size, size, w // size, size, c).max((2, 4))
+
+
 @pytest.mark.slow("a deep network")
 @jax.numpy_rank_promotion("allow")
 def test_resnet9_equals_lax():
@@ -118,20 +131,10 @@ def test_resnet9_equals_lax():
     params, stats = variables["params"], variables["batch_stats"]
 
     def block(x, i, pad, stride=1):
-        x = jax.lax.conv_general_dilated(
-            x,
-            params[f"conv{i}"]["kernel"],
-            (stride,) * 2,
-            [(pad, pad)] * 2,
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )
+        x = conv(x, params[f"conv{i}"], pad, stride)
         mean, var = (stats[f"norm{i}"][name] for name in ("mean", "var"))
         norm = params[f"norm{i}"]
         return jnp.maximum((x - mean) / jnp.sqrt(var + 1e-5) * norm["scale"] + norm["bias"], 0)
-
-    def pool(x, size):
-        b, h, w, c = x.shape
-        return x.reshape(b, h // size, size, w // size, size, c).max((2, 4))
 
     @jax.jit
     def expected(x):
@@ -158,20 +161,16 @@ def test_dropout_cnn_equals_lax():
     variables = jax.jit(model.init)(jax.random.key(1), x)
     params = variables["params"]
 
-    def conv(x, layer):
-        kinds = ("NHWC", "HWIO", "NHWC")
-        y = jax.lax.conv_general_dilated(
-            x, layer["kernel"], (1, 1), "VALID", dimension_numbers=kinds
-        )
-        return jnp.maximum(y + layer["bias"][None, None, None], 0)
+    def convolve(x, layer):
+        return jnp.maximum(conv(x, layer) + layer["bias"][None, None, None], 0)
 
     def dense(x, layer):
         return x @ layer["kernel"] + layer["bias"][None]
 
     @jax.jit
     def expected(rate1, rate2):
-        y = conv(conv(x, params["conv1"]), params["conv2"])
-        y = rate1 * y.reshape(5, 3, 2, 3, 2, 3).max((2, 4)).reshape(5, -1)
+        y = convolve(convolve(x, params["conv1"]), params["conv2"])
+        y = rate1 * pool(y, 2).reshape(5, -1)
         return dense(rate2 * jnp.maximum(dense(y, params["fc1"]), 0), params["fc2"])
 
     def close(a, b):
