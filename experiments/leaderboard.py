@@ -72,6 +72,7 @@ GRIDS = {
     "fedproto": "fedproto.penalty=.1,1; fedproto.decides=prototype,head",
     "fedrep": "fedrep.head_epochs=2,10",
     "l2gd": "l2gd.pull=.2,.5,.8",
+    "moon": "moon.mu=.1,1,5",
     "per_fedavg": "per_fedavg.alpha=.01,.05",
     "pfedgraph": "pfedgraph.alpha=.1,.8; pfedgraph.penalty=0,.01",
     "pfedhn": "pfedhn.rate=.01,.05",

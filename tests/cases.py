@@ -267,6 +267,7 @@ CASES = {
         training={"learning_rate": 0.03},
     ),
     "l2gd": Case({"pull": 0.4}, _all_of(_moved, _matters("l2gd", "pull", 0.0, 1.0)), _without(0)),
+    "moon": Case({}, _all_of(_moved, _matters("moon", "mu", 0.0, 1.0)), _without(0)),
     "pfedgraph": Case(
         {"alpha": 0.3, "penalty": 0.5},
         _all_of(_models_differ, _matters("pfedgraph", "penalty", 0.0, 1.0)),

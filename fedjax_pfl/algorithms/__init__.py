@@ -34,6 +34,7 @@ from fedjax_pfl.algorithms.fedrod import FEDROD, fedrod
 from fedjax_pfl.algorithms.l2gd import L2GD, l2gd
 from fedjax_pfl.algorithms.lg_fedavg import LG_FEDAVG, lg_fedavg
 from fedjax_pfl.algorithms.local import LOCAL, local
+from fedjax_pfl.algorithms.moon import MOON, moon
 from fedjax_pfl.algorithms.per_fedavg import PER_FEDAVG, per_fedavg
 from fedjax_pfl.algorithms.pfedgraph import PFEDGRAPH, pfedgraph
 from fedjax_pfl.algorithms.pfedhn.method import PFEDHN, PFEDHN_PC, pfedhn, pfedhn_pc
@@ -72,6 +73,7 @@ METHODS: dict[str, Method] = {
         L2GD,
         LG_FEDAVG,
         LOCAL,
+        MOON,
         PER_FEDAVG,
         PFEDGRAPH,
         PFEDHN,
@@ -112,6 +114,7 @@ __all__ = [
     "l2gd",
     "lg_fedavg",
     "local",
+    "moon",
     "per_fedavg",
     "pfedgraph",
     "pfedhn",

@@ -51,6 +51,7 @@ def after_rounds(name, rounds=2, **settings):
         ("fedproto", {"penalty": 0.0}, "local", 2),
         ("l2gd", {"pull": 0.0}, "local", 2),
         ("l2gd", {"pull": 1.0}, "fedavg", 2),
+        ("moon", {"mu": 0.0}, "fedavg", 2),
         ("pfedgraph", {"alpha": 1e-9, "penalty": 0.0}, "local", 2),
     ],
 )

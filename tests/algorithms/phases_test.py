@@ -25,7 +25,7 @@ def served(name, state, i):
     "name",
     [
         *("apfl", "ditto", "fedala", "fedas", "feddyn", "fedpac", "fedper", "fedrep", "l2gd"),
-        *("lg_fedavg", "pfedgraph", "scaffold"),
+        *("lg_fedavg", "moon", "pfedgraph", "scaffold"),
     ],
 )
 def test_starts_of_phases(name):

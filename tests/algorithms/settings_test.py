@@ -76,6 +76,8 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("l2gd", {"pull": 1.5}, "0 to 1"),
     ("lg_fedavg", {"shared_layers": 0}, "choose 1 to 1"),
     ("lg_fedavg", {"shared_layers": 2}, "choose 1 to 1"),
+    ("moon", {"mu": -1.0}, "at least 0"),
+    ("moon", {"temperature": 0.0}, "above 0"),
     ("per_fedavg", {"variant": "second"}, "fo or hf"),
     ("per_fedavg", {"alpha": -0.1}, "at least 0"),
     ("per_fedavg", {"delta": 0.0}, "above 0"),
