@@ -85,7 +85,7 @@ def test_messages_about_arrays(call, line):
 
 
 def unchecked(x, y, outputs=3):
-    """Returns a dataset like that of a source, without the checks of `arrays`."""
+    """Returns a dataset as a source builds it, without the checks of `arrays`."""
     owner = np.repeat(np.arange(3, dtype=np.int32), 4)
     names = np.array(["Amsterdam", "Bern", "Cairo"])
     return Dataset("mine", x, y, None, None, outputs, owner_train=owner, owner_names=names)

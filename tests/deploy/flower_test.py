@@ -313,7 +313,7 @@ def test_processes_of_a_killed_trial_end(tmp_path):
         (again,) = wait_for_processes(tmp_path)
         assert again != first
         process.kill()
-    with trial._locked(tmp_path):  # waits until the guard has ended what was left
+    with trial._locked(tmp_path):  # waits until the guard has ended all processes
         assert guard.running_processes(tmp_path) == []
 
 

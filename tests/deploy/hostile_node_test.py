@@ -24,7 +24,7 @@ Change = Callable[[dict[str, Any]], Any]
 
 
 class HostileNodes(Nodes):
-    """Nodes, one of which changes its description, a number of times or always."""
+    """Nodes with one hostile node, which changes its first `times` descriptions."""
 
     def __init__(self, folder, change, times=10**6, hostile=1, **options):
         super().__init__(folder, **{"n": 3, **options})

@@ -338,7 +338,7 @@ def test_planted_values_never_leave_a_node(tmp_path):
     everything = b"\0".join(nodes.responses)
     for planted in planted_values("own.csv", str(tmp_path)):
         assert planted not in everything
-    # The search does find what a node holds: its own files have all of it.
+    # The search would find the values: the node's own files hold all of them.
     file_content = (tmp_path / "0" / "own.csv").read_bytes()
     assert all(
         word.encode() in file_content for word in (SECRET, "Person", *COLUMNS, str(PLANTED_ID))

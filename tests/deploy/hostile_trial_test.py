@@ -35,7 +35,7 @@ def run_trial(tmp_path, monkeypatch, config, data=()):
 
 @pytest.mark.slow("a SuperLink and two nodes take minutes")
 def test_a_hostile_node_does_not_affect_the_other(tmp_path, monkeypatch):
-    """Client 1 lies at each step; only client 0's uploads and scores count."""
+    """Client 1 sends wrong responses at each step; only client 0 counts."""
     from fedjax_pfl.deploy import trial
 
     start = trial._Processes.start

@@ -4,11 +4,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.core.randomness import DROP, stage_key
 from fedjax_pfl.deploy import client, schema, server, wire
 from fedjax_pfl.deploy.client import RunClient
 from fedjax_pfl.deploy.programs import ClientPrograms, Method, ServerPrograms, single_client
@@ -81,32 +78,14 @@ def describe_data(data: Any, n: int) -> dict[str, Any]:
     }
 
 
-def loopback(method: Method, data: Any, cohort: int, folder: Path, start: int = 0) -> Loopback:
+def loopback(method: Method, data: Any, cohort: int, folder: Path) -> Loopback:
     n = method.federation.clients
     datasets = [single_client(data, i) for i in range(n)]
-    programs = ClientPrograms(method, 0, datasets[0])
+    client_programs = ClientPrograms(method, 0, datasets[0])
     clients = {
-        i: RunClient(RUN, i, programs, datasets[i], ClientDisk(folder / f"client-{i}"))
+        i: RunClient(RUN, i, client_programs, datasets[i], ClientDisk(folder / f"client-{i}"))
         for i in range(n)
     }
     request_facts = {"settings": {}, "federation": describe_data(data, n)}
-    return Loopback(
-        Server(RUN, start, ServerPrograms(method, datasets[0], cohort), request_facts), clients, []
-    )
-
-
-def dropout_decisions(seed: int, dropout: float, t: int) -> Callable[[int], bool]:
-    """Returns a function that tells if the simulation drops a client in round `t`."""
-
-    def is_dropped(i: int) -> bool:
-        key = stage_key(jax.random.key(seed), DROP, t, jnp.int32(i))
-        return bool(jax.random.uniform(key) < dropout)
-
-    return is_dropped
-
-
-def stack(client_trees: Any) -> Any:
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *client_trees)
-
-
-__all__ = ["RUN", "Loopback", "dropout_decisions", "loopback", "respond", "stack"]
+    programs = ServerPrograms(method, datasets[0], cohort)
+    return Loopback(Server(RUN, 0, programs, request_facts), clients, [])

@@ -23,7 +23,7 @@ CONFIG = {
 }
 
 
-# What a node of a trial has in its file: its part of the dataset of CONFIG.
+# Content of a node's file in a trial: the settings of its part of the dataset.
 NODE_DATA = {
     name: CONFIG[name]
     for name in ("dataset", "synthetic", "partition", "validation_fraction", "clients")
@@ -190,7 +190,7 @@ def test_a_user_defined_method_runs_at_nodes_that_list_it(tmp_path, monkeypatch)
     result = nodes.run(config, tmp_path / "real")
     assert not any(leaf.any() for leaf in jax.tree.leaves(result.server_state.state.server))
     assert sorted(result.server_state.settled) == [-1, 0, 0]
-    for i in range(3):  # one of which has never been in a round
+    for i in range(3):  # also the client that was never in a round
         (path,) = (tmp_path / f"node-{i}").glob("run-*/model.safetensors")
         assert export.describe(path)["algorithm"] == "scaled"
 

@@ -1,23 +1,24 @@
 """Deployed rounds give the states, metrics and ledger of the simulation."""
 
+import functools
+
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fedjax_pfl.core import groups
+from fedjax_pfl.core.randomness import DROP, stage_key
 from fedjax_pfl.deploy import server
 from fedjax_pfl.deploy.programs import Method
 from fedjax_pfl.simulation import ledger
 from fedjax_pfl.simulation.rounds import make_rounds
 from tests import cases, tiny
-from tests.deploy.loopback import dropout_decisions, loopback, stack
+from tests.deploy.loopback import loopback
 
 SEED, CLIENTS, ROUNDS, COHORT, DROPOUT = 7, 4, 3, 3, 0.4
 DATA, FEDERATION = tiny.federated(clients=CLIENTS)
-CLOSE = {"rtol": 1e-6, "atol": 1e-6}
-# A head stays at home, and the rest is shared.
-QUICK = ("fedper",)
 
 
 def run_both(name, folder, dropout):
@@ -33,40 +34,39 @@ def run_both(name, folder, dropout):
 
     deployment = loopback(Method(algorithm, FEDERATION, SEED), DATA, COHORT, folder)
     server_state, deployed_ledger = server.initial_state(deployment.server), ledger.empty(CLIENTS)
+
+    def is_dropped(i, t):
+        """Returns True if the simulation drops a client in round `t`."""
+        return bool(jax.random.uniform(stage_key(key, DROP, t, jnp.int32(i))) < dropout)
+
     for t in range(ROUNDS):
-        server_state, logs = deployment.round(server_state, t, dropout_decisions(SEED, dropout, t))
+        absent = functools.partial(is_dropped, t=t)
+        server_state, logs = deployment.round(server_state, t, absent)
         deployed_ledger = ledger.add(deployed_ledger, logs, 1)
-    client_states = stack([deployment.client_state(server_state, i) for i in range(CLIENTS)])
-    state_of_all = groups.unwrap_clients(
-        algorithm, server_state.state._replace(clients=(client_states,))
-    )
-    return simulated, (
-        jax.device_get(state_of_all),
-        deployed_ledger,
-        deployment.evaluate(server_state, ROUNDS),
-    )
+    client_states = [deployment.client_state(server_state, i) for i in range(CLIENTS)]
+    client_states = jax.tree.map(lambda *leaves: np.stack(leaves), *client_states)
+    wrapped = server_state.state._replace(clients=(client_states,))
+    state = jax.device_get(groups.unwrap_clients(algorithm, wrapped))
+    return simulated, (state, deployed_ledger, deployment.evaluate(server_state, ROUNDS))
 
 
-def over_methods(names):
-    slow = pytest.mark.slow("one method is asked quickly")
-    slow_cases = [pytest.param(name, marks=slow) for name in names if name not in QUICK]
-    return pytest.mark.parametrize("name", [*QUICK, *slow_cases])
+CASES = [(name, 0.0) for name in cases.NAMES]
+CASES += [(name, DROPOUT) for name in ("fedper", *cases.STRUCTURES)]
+SLOW = pytest.mark.slow("all methods; FedPer, which has a private head, is quick")
 
 
-@over_methods(cases.NAMES)
-def test_deployed_rounds_equal_the_simulation(name, tmp_path):
-    simulated, real = run_both(name, tmp_path, 0.0)
-    chex.assert_trees_all_close(real[0], simulated[0], **CLOSE)
-    chex.assert_trees_all_close(real[2], simulated[2], **CLOSE)
-    assert real[1] == simulated[1]
-
-
-@over_methods(cases.STRUCTURES)
-def test_absent_nodes_equal_dropout_in_the_simulation(name, tmp_path):
-    simulated, real = run_both(name, tmp_path, DROPOUT)
-    assert sum(simulated[1].dropped) > 1
-    chex.assert_trees_all_close(real[0], simulated[0], **CLOSE)
-    chex.assert_trees_all_close(real[2], simulated[2], **CLOSE)
-    assert real[1]._replace(down={}, client_down=[]) == simulated[1]._replace(
-        down={}, client_down=[]
-    )
+@pytest.mark.parametrize(
+    ("name", "dropout"),
+    [pytest.param(*case, marks=() if case[0] == "fedper" else SLOW) for case in CASES],
+)
+def test_deployed_rounds_equal_the_simulation(name, dropout, tmp_path):
+    """Absent nodes equal clients that the simulation drops."""
+    (state, totals, scores), deployed = run_both(name, tmp_path, dropout)
+    chex.assert_trees_all_close(deployed[0], state, rtol=1e-6, atol=1e-6)
+    chex.assert_trees_all_close(deployed[2], scores, rtol=1e-6, atol=1e-6)
+    if dropout:
+        assert sum(totals.dropped) > 1
+        downloads = {"down": {}, "client_down": []}
+        assert deployed[1]._replace(**downloads) == totals._replace(**downloads)
+    else:
+        assert deployed[1] == totals

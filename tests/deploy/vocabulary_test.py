@@ -1,4 +1,4 @@
-"""Numbers for classes and categories, against tables worked out by hand."""
+"""Numbers for classes and categories, against exact tables."""
 
 import hashlib
 

@@ -11,17 +11,11 @@ from fedjax_pfl.report.partition_picture import draw_partition
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:matplotlib")
 
 
-def png_size(figure):
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=50)
-    return file.getbuffer().nbytes
-
-
 def test_few_clients_are_bubbles_and_held_out_clients_are_red():
     data, federation, portions = federate(load("digits"), "iid", clients=4, held_out=1)
     figure = draw_partition(data, federation)
     grid, side = figure.axes
-    np.testing.assert_array_equal(len(grid.collections[0].get_offsets()), 40)
+    assert len(grid.collections[0].get_offsets()) == 40
     assert str(portions.train.max()) in grid.get_title()
     widths = [bar.get_width() for bar in side.containers[0]]
     np.testing.assert_array_equal(widths, federation.counts)
@@ -29,7 +23,7 @@ def test_few_clients_are_bubbles_and_held_out_clients_are_red():
     assert colours[:3] == ["black"] * 3
     assert colours[3] != "black"
     assert "held-out clients are red" in figure.get_label()
-    assert png_size(figure) > 1000
+    figure.savefig(io.BytesIO(), dpi=50)
 
 
 def test_many_clients_are_a_heat_map():
@@ -39,7 +33,6 @@ def test_many_clients_are_a_heat_map():
     assert "red" not in figure.get_label()
     image = figure.axes[0].images[0].get_array()
     np.testing.assert_array_equal(image.filled(0), portions.train)
-    assert png_size(figure) > 1000
 
 
 def test_domains_have_all_classes():
@@ -49,7 +42,7 @@ def test_domains_have_all_classes():
 
 
 def test_regression_has_ranges_of_the_target():
-    """Each of the targets 0 to 19 falls into a range of its own."""
+    """Each of the targets 0 to 19 falls into a separate range."""
     y = np.stack([np.arange(20.0), np.zeros(20)], -1)
     data, federation, portions = federate(arrays(np.zeros((20, 1)), y), "iid", clients=2)
     figure = draw_partition(data, federation)
@@ -81,4 +74,3 @@ def test_very_many_clients_are_histograms(monkeypatch):
     assert edges[place] <= size < edges[place + 1]
     assert [bar.get_height() for bar in classes.patches] == [0, 0, 0, 0, 40]
     assert "Distribution over 40 clients" in figure.get_label()
-    assert png_size(figure) > 1000
