@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
 from experiments import overrides
-from experiments.papers.table import readable
+from experiments.papers.table import accuracy, readable
 from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.cli.configs import define_data_dir
 from fedjax_pfl.core.errors import UsageError
@@ -59,16 +59,16 @@ class Length(NamedTuple):
 
 
 def run(
-    config: ConfigDict,
-    name: str,
-    seed: int,
-    rounds: int | None = None,
-    **components: Any,
+    config: ConfigDict, name: str, seed: int, rounds: int | None = None, **components: Any
 ) -> runner.Result:
-    """Returns a run under OUT of ROUNDS rounds, unless given; reads it if it exists.
+    """Returns a run in a directory of --out; reads it if it exists.
 
     Args:
-      components: Your own dataset or algorithm, as for `runner.run`.
+      config: The settings; seed, rounds and data directory are replaced.
+      name: Name of the run's directory.
+      seed: The seed.
+      rounds: Number of rounds. Default: --rounds.
+      components: User-defined dataset or algorithm, as for `runner.run`.
     """
     config.update(seed=seed, rounds=rounds or ROUNDS.value, data_dir=DATA_DIR.value)
     overrides.override(config, SET.value)
@@ -78,10 +78,26 @@ def run(
     return runner.run(config, Path(OUT.value) / path, **components)
 
 
-def runs(config: ConfigDict, name: str) -> list[runner.Result]:
-    """Returns the results of one run per seed, with the rounds of the configuration."""
-    copies = [config.copy_and_resolve_references() for _ in range(SEEDS.value)]
-    return [run(copy, name, seed, config.rounds) for seed, copy in enumerate(copies)]
+def runs(
+    config: ConfigDict, name: str, rounds: int | None = None, **components: Any
+) -> list[runner.Result]:
+    """Returns the results of one run per seed.
+
+    Args:
+      config: The settings.
+      name: Name of the runs' directories.
+      rounds: Number of rounds. Default: that of the settings.
+      components: User-defined dataset or algorithm, as for `runner.run`.
+    """
+    return [
+        run(config.copy_and_resolve_references(), name, seed, rounds or config.rounds, **components)
+        for seed in range(SEEDS.value)
+    ]
+
+
+def accuracies(results: Sequence[runner.Result]) -> dict[str, Any]:
+    """Returns mean and deviation over seeds of the accuracy before and after local training."""
+    return {when: mean_std([accuracy(r, when) for r in results]) for when in ("before", "after")}
 
 
 def scope(short: Any, paper: Any) -> Any:
@@ -144,8 +160,7 @@ def main(
     length = lengths.get(argv[1], lengths[""])
     flags.set_default(ROUNDS, scope(length.short, length.paper))
     if PAPER.value:
-        flag_values = zip((DATASET, CLIENTS, SEEDS), length[2:], strict=True)
-        for flag, value in flag_values:
+        for flag, value in zip((DATASET, CLIENTS, SEEDS), length[2:], strict=True):
             if value is not None:
                 flags.set_default(flag, value)
     numbers, figure = studies[argv[1]]()

@@ -34,34 +34,22 @@ from experiments.papers import study as common
 from experiments.papers.factorized_fl import gradient_distances
 from experiments.papers.factorized_fl.tables import ROWS, TABLES
 from experiments.papers.study import CLIENTS, DATASET, PAPER, ROUNDS, mean_std
-from experiments.papers.table import accuracy, after, moved, plateau
+from experiments.papers.table import moved, plateau
 from fedjax_pfl.algorithms.factorized_fl.pruning import collect_mu, prune
 from fedjax_pfl.core import trees
 from fedjax_pfl.presets import factorized_fl as presets
 from fedjax_pfl.runs import runner
 
-SETTING = flags.DEFINE_string("setting", "permuted-noniid", "Words of a preset.")
-COLOURS = (
-    "#000000",
-    "#999999",
-    "#e69f00",
-    "#56b4e9",
-    "#009e73",
-    "#f0e442",
-    "#0072b2",
-    "#cc79a7",
-    "#d55e00",
-    "#8c564b",
-    "#17becf",
-)
+SETTING = flags.DEFINE_string("setting", "permuted-noniid", "Setting of the preset.")
+_COLOURS = "000000 999999 e69f00 56b4e9 009e73 f0e442 0072b2 cc79a7 d55e00 8c564b 17becf"
+COLOURS = [f"#{colour}" for colour in _COLOURS.split()]  # one per method
 METHODS = (*ROWS, *TABLES["table1"].variants)
 
 
 def config(*parts: str, **changes: Any) -> ConfigDict:
     """Returns the settings of a preset, with changed settings of Factorized-FL."""
-    settings = presets.get_config(
-        "-".join([DATASET.value, SETTING.value, f"n{CLIENTS.value}", *parts])
-    )
+    name = "-".join([DATASET.value, SETTING.value, f"n{CLIENTS.value}", *parts])
+    settings = presets.get_config(name)
     settings.factorized_fl.update(changes)
     return settings
 
@@ -75,8 +63,7 @@ def runs(settings: ConfigDict, name: str) -> list[runner.Result]:
 def numbers(results: list[runner.Result]) -> dict[str, Any]:
     """Summarises the runs of one row over seeds."""
     return {
-        "after": mean_std(list(map(after, results))),
-        "before": mean_std([accuracy(r) for r in results]),
+        **common.accuracies(results),
         "gigabytes": mean_std([moved(r) / 1e9 for r in results]),
         "curve": [plateau(r, "after") for r in results],
     }
@@ -95,9 +82,8 @@ def figure6() -> tuple[dict[str, Any], Figure]:
     measured: dict[str, Any] = {}
     for name in common.select_methods(METHODS, ("local", "fedavg", "alpha", "beta")):
         results = _method(name)
-        curve = 100 * np.mean(
-            [[m["after"]["accuracy_mean"] for m in r.metrics] for r in results], 0
-        )
+        curves = [[m["after"]["accuracy_mean"] for m in r.metrics] for r in results]
+        curve = 100 * np.mean(curves, 0)
         lines = results[0].metrics
         rounds = [m["round"] for m in lines]
         gigabytes = [(m["bytes_down"] + m["bytes_up"]) / 1e9 for m in lines]
@@ -145,9 +131,8 @@ def components() -> tuple[dict[str, Any], Figure]:
 
 def rank() -> tuple[dict[str, Any], Figure]:
     """Varies γ, the rank. Rank 1 is the method."""
-    return _compare(
-        "rank", {f"rank {r}": config(rank=r) for r in common.scope((1, 4), (1, 2, 4, 8))}
-    )
+    values = common.scope((1, 4), (1, 2, 4, 8))
+    return _compare("rank", {f"rank {r}": config(rank=r) for r in values})
 
 
 def tau() -> tuple[dict[str, Any], Figure]:
@@ -232,9 +217,8 @@ def similarity() -> tuple[dict[str, Any], Figure]:
     for row, name in enumerate(("u", "v")):
         least = float(np.min(observations[name][1]))  # all cosines may be close to 1
         for column, e in enumerate(picked):
-            image = axes[row, column].imshow(
-                observations[name][1][e], vmin=least, vmax=1, cmap="Blues"
-            )
+            cosines = observations[name][1][e]
+            image = axes[row, column].imshow(cosines, vmin=least, vmax=1, cmap="Blues")
             axes[row, column].set(title=f"{name}, round {rounds[e]}")
         figure.colorbar(image, ax=axes[row, :3])
     matched = frequency(np.asarray(observations["weights"][1]))
@@ -275,18 +259,14 @@ def single() -> tuple[dict[str, Any], Figure]:
     measured = {}
     for name, word in (("plain", "fedavg"), ("factorised", "beta")):
         settings = config(word, minimum=1)
-        settings.update(
-            local_epochs=1, clients_per_round=1, held_out=CLIENTS.value - 1, eval_every=1
-        )
+        settings.update(local_epochs=1, clients_per_round=1, eval_every=1)
+        settings.held_out = CLIENTS.value - 1
         results = runs(settings, f"single-{name}")
         curve = 100 * np.array([[m["before"]["accuracy_mean"] for m in r.metrics] for r in results])
         size = parameters(results[0])
         measured[name] = {"before": curve.mean(0).tolist(), "parameters": size}
-        axis.plot(
-            range(1, curve.shape[1] + 1),
-            curve.mean(0),
-            label=f"{name}, {size:,} parameters",
-        )
+        epochs = range(1, curve.shape[1] + 1)
+        axis.plot(epochs, curve.mean(0), label=f"{name}, {size:,} parameters")
     axis.set(xlabel="epoch", ylabel="accuracy (%)")
     axis.legend(frameon=False)
     return measured, figure

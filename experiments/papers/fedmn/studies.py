@@ -28,7 +28,7 @@ from sklearn.metrics import adjusted_rand_score
 
 from experiments.papers import study
 from experiments.papers.fedmn import tables as tables
-from experiments.papers.study import DATA_DIR, DATASET, ROUNDS, SEEDS, mean_std, run
+from experiments.papers.study import DATA_DIR, DATASET, ROUNDS, mean_std, run
 from experiments.papers.table import accuracy, moved
 from fedjax_pfl import data
 from fedjax_pfl.algorithms import METHODS
@@ -71,7 +71,7 @@ def figure2() -> tuple[dict[str, Any], Figure]:
                 if layout:
                     config.fedmn.update(layout=layout, width=256, hidden=256)
                 name = f"{kind}-" + ("x".join(map(str, layout)) if layout else f"{blocks}")
-                results = [run(config, f"figure2-{name}", seed) for seed in range(SEEDS.value)]
+                results = study.runs(config, f"figure2-{name}")
                 numbers = mean_std([moved(r) / 4e6 for r in results])
                 summary[name] = {
                     "accuracy": mean_std([accuracy(r) for r in results]),
@@ -135,13 +135,13 @@ def paths() -> tuple[dict[str, Any], Figure]:
     pi = _last_observation(result, "pi")[-1]
     opened = served(pi, layout)
     first_clients = opened[:12]
-    figure = Figure(figsize=(10, 1.9 * -(-len(first_clients) // 6)), layout="constrained")
-    for i, (axis, gates) in enumerate(
-        zip(figure.subplots(-(-len(first_clients) // 6), 6).ravel(), first_clients, strict=False)
-    ):
+    lines = -(-len(first_clients) // 6)
+    figure = Figure(figsize=(10, 1.9 * lines), layout="constrained")
+    axes = figure.subplots(lines, 6).ravel()
+    for i, (axis, gates) in enumerate(zip(axes, first_clients, strict=False)):
         draw_routes(axis, gates, layout)
         axis.set_title(f"client {i}", fontsize=9)
-    for axis in figure.axes[len(first_clients) :]:
+    for axis in axes[len(first_clients) :]:
         axis.set_axis_off()
     different = len(np.unique(opened, axis=0))
     numbers = {"accuracy": accuracy(result), "different_routes": different}
@@ -161,15 +161,11 @@ def grouping() -> tuple[dict[str, Any], Figure]:
     config.update(partition="listed", clients=len(true), evaluate_after=False)
     config.listed.classes = tuple((3 * g, 3 * g + 1, 3 * g + 2) for g in true.tolist())
     config.listed.examples = 120 if DATASET.value == "digits" else 600
-    results = [run(config.copy_and_resolve_references(), "grouping", s) for s in range(SEEDS.value)]
+    results = study.runs(config, "grouping")
     routes = [served(_last_observation(r, "pi")[-1], tuple(config.fedmn.layout)) for r in results]
-    labels = [
-        np.unique(routes_of_seed, axis=0, return_inverse=True)[1].ravel()
-        for routes_of_seed in routes
-    ]
-    pi = np.stack(
-        [_last_observation(r, "pi") for r in results]
-    )  # [seeds, evaluations, clients, gates]
+    labels = [np.unique(seed, axis=0, return_inverse=True)[1].ravel() for seed in routes]
+    # [seeds, evaluations, clients, gates]
+    pi = np.stack([_last_observation(r, "pi") for r in results])
     rounds = results[0].observations["pi"][0]
     index = np.array([[grouped(routes_of_seed, true) for routes_of_seed in seed] for seed in pi])
     figure = Figure(figsize=(9, 3.4), layout="constrained")
@@ -231,15 +227,7 @@ def conflict() -> tuple[dict[str, Any], Figure]:
         config = _config("plain")
         config.update(algorithm=method, dataset=dataset.name, partition="natural", clients=12)
         config.update(evaluate_after=False, batch_size=8, eval_every=5, fraction=1.0)
-        results = [
-            run(
-                config.copy_and_resolve_references(),
-                f"conflict-{LABELS.value}-{method}",
-                seed,
-                dataset=dataset,
-            )
-            for seed in range(SEEDS.value)
-        ]
+        results = study.runs(config, f"conflict-{LABELS.value}-{method}", dataset=dataset)
         curves = [[100 * m["before"]["accuracy_mean"] for m in r.metrics] for r in results]
         rounds = [m["round"] for m in results[0].metrics]
         axis.plot(rounds, np.mean(curves, 0), color=colour, label=METHODS[method].title)
@@ -265,19 +253,16 @@ def gates() -> tuple[dict[str, Any], Figure]:
     """Plots the mean entropy of a gate in bits, and the mean share of downloaded blocks."""
     config = _config()
     layout = tuple(config.fedmn.layout)
-    results = [run(config.copy_and_resolve_references(), "preset", s) for s in range(SEEDS.value)]
+    results = study.runs(config, "preset")
     rounds = results[0].observations["pi"][0]
     pi = np.clip(np.stack([_last_observation(r, "pi") for r in results]), 1e-7, 1 - 1e-7)
     entropy = -(pi * np.log2(pi) + (1 - pi) * np.log2(1 - pi)).mean((0, 2, 3))
     opened = np.stack([_last_observation(r, "gates") for r in results])
-    used = [
-        [
-            [float(router.active(client_gates, layout).mean()) for client_gates in clients]
-            for clients in seed
-        ]
-        for seed in opened
-    ]
-    share = np.mean(used, (0, 2))
+    client_gates = opened.reshape(-1, opened.shape[-1])
+    used = np.array(
+        [float(router.active(jnp.asarray(gates), layout).mean()) for gates in client_gates]
+    )
+    share = used.reshape(opened.shape[:-1]).mean((0, 2))
     figure = Figure(figsize=(6, 3.6))
     axis = figure.subplots()
     axis.plot(rounds, entropy, color=BLUE, label="entropy of a gate (bits)")

@@ -28,7 +28,7 @@ from scipy.stats import spearmanr
 from experiments.papers import study
 from experiments.papers.pfedla.similarity import similarity
 from experiments.papers.pfedla.tables import retained as settings_of_retained
-from experiments.papers.study import COLOURS, DATASET, SEEDS, mean_std, run
+from experiments.papers.study import COLOURS, DATASET, ROUNDS, SEEDS, mean_std, run, runs
 from experiments.papers.table import accuracy, moved, plateau
 from fedjax_pfl.presets import pfedla as presets
 from fedjax_pfl.runs import runner
@@ -65,12 +65,10 @@ def figure1() -> tuple[dict[str, Any], Figure]:
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     for place, (kind, colour) in enumerate((("layer", BLUE), ("model", ORANGE))):
-        results = []
-        for seed in range(SEEDS.value):
-            config = _listed(classes)
-            with config.unlocked():
-                config.algorithm, config.similarity = "similarity", {"granularity": kind}
-            results.append(run(config, f"figure1-{kind}", seed, algorithm=similarity))
+        config = _listed(classes)
+        with config.unlocked():
+            config.algorithm, config.similarity = "similarity", {"granularity": kind}
+        results = runs(config, f"figure1-{kind}", ROUNDS.value, algorithm=similarity)
         scores = [100 * r.clients[0]["before_accuracy"] for r in results]
         numbers[f"{kind}-wise"] = {
             "client 1": mean_std(scores),
@@ -93,7 +91,7 @@ def figure5() -> tuple[dict[str, Any], Figure]:
     """Weights of client 0; client 1 has the same four classes, client 2 three of them."""
     classes = [(0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 2, 4), (4, 5, 6, 7)]
     classes += [(5, 6, 7, 8), (6, 7, 8, 9), (4, 5, 8, 9), (4, 6, 7, 9)]
-    results = [run(_listed(classes), "figure5", seed) for seed in range(SEEDS.value)]
+    results = runs(_listed(classes), "figure5", ROUNDS.value)
     alphas = np.stack([np.stack(r.observations["alpha"][1])[:, 0] for r in results])
     rounds, names = results[0].observations["alpha"][0], _layers(results[0])
     periods = {"first": 0, "middle": len(rounds) // 2, "last": len(rounds) - 1}
@@ -133,13 +131,10 @@ def figure6() -> tuple[dict[str, Any], Figure]:
     """Alpha of eight clients whose neighbours share three of their four classes."""
     classes = [tuple((i + c) % 10 for c in range(4)) for i in range(7)] + [(7, 8, 9, 0)]
     overlap = np.array([[len({*a} & {*b}) for b in classes] for a in classes])
-    results = [run(_listed(classes), "figure6", seed) for seed in range(SEEDS.value)]
+    results = runs(_listed(classes), "figure6", ROUNDS.value)
     alphas = np.stack([r.observations["alpha"][1][-1] for r in results])
     names = _layers(results[0])
-    numbers: dict[str, Any] = {
-        when: mean_std([accuracy(r, when) for r in results]) for when in ("before", "after")
-    }
-    numbers["curve"] = [plateau(r) for r in results]
+    numbers = {**study.accuracies(results), "curve": [plateau(r) for r in results]}
     figure = Figure(figsize=(3 * len(names), 3), layout="constrained")
     axes = figure.subplots(1, len(names), squeeze=False)[0]
     for j, (axis, name) in enumerate(zip(axes, names, strict=True)):
@@ -178,10 +173,7 @@ def rates() -> tuple[dict[str, Any], Figure]:
     """Accuracy and models mixed per layer by eta; a seed also sets the split."""
     numbers: dict[str, Any] = {}
     for split in ("dominant2", "classes4"):
-        rows: dict[str, dict[str, Any]] = {
-            "local": {"algorithm": "local"},
-            "fedavg": {"algorithm": "fedavg"},
-        }
+        rows: dict[str, dict[str, Any]] = {n: {"algorithm": n} for n in ("local", "fedavg")}
         rows |= {f"eta {rate:g}": {"pfedla": {"rate": rate}} for rate in RATES}
         rows["eta 0.5, k = 1"] = {"pfedla": {"rate": 0.5, "k": 1}}
         numbers[split] = {}
@@ -240,14 +232,8 @@ def retained() -> tuple[dict[str, Any], Figure]:
     """Accuracy and MiB, both directions, with 0 to 3 retained layers."""
     numbers: dict[str, Any] = {}
     for k in range(4):
-        configs = [settings_of_retained(k, DATASET.value) for _ in range(SEEDS.value)]
-        results = [run(config, f"table3-k{k}", seed) for seed, config in enumerate(configs)]
-        sizes = [moved(r) / 2**20 for r in results]
-        numbers[f"k={k}"] = {
-            "before": mean_std([accuracy(r) for r in results]),
-            "after": mean_std([accuracy(r, "after") for r in results]),
-            "mebibytes": mean_std(sizes),
-        }
+        config = settings_of_retained(k, DATASET.value)
+        numbers[f"k={k}"] = _accuracy_and_bytes(runs(config, f"table3-k{k}", ROUNDS.value))
     return numbers, _against_bytes(numbers)
 
 
@@ -262,18 +248,15 @@ def compression() -> tuple[dict[str, Any], Figure]:
     }
     numbers: dict[str, Any] = {}
     for name, changes in settings.items():
-        results = []
-        for seed in range(SEEDS.value):
-            config = _config(10, k=1)
-            config.update(changes)
-            results.append(run(config, f"compression-{name}", seed))
-        sizes = [moved(r) / 2**20 for r in results]
-        numbers[name] = {
-            "before": mean_std([accuracy(r) for r in results]),
-            "after": mean_std([accuracy(r, "after") for r in results]),
-            "mebibytes": mean_std(sizes),
-        }
+        config = _config(10, k=1)
+        config.update(changes)
+        numbers[name] = _accuracy_and_bytes(runs(config, f"compression-{name}", ROUNDS.value))
     return numbers, _against_bytes(numbers)
+
+
+def _accuracy_and_bytes(results: Sequence[runner.Result]) -> dict[str, Any]:
+    sizes = [moved(r) / 2**20 for r in results]
+    return {**study.accuracies(results), "mebibytes": mean_std(sizes)}
 
 
 def _against_bytes(numbers: dict[str, Any]) -> Figure:
