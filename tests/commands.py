@@ -85,13 +85,17 @@ class Command:
         return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
     def ended(self, seconds: float = LIMIT) -> tuple[int, str, str]:
-        """Its status, and what it said but for its evaluations; nothing of it is left then."""
+        """Ends all processes. Returns status, stdout, and stderr without evaluations."""
         try:
             out, error = self.process.communicate(timeout=seconds)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-        return self.process.returncode, out, re.sub(r"(?m)^round \d+ of \d+: .*\n", "", error)
+        return (
+            self.process.returncode,
+            out,
+            re.sub(r"(?m)^(round \d+ of \d+: .*|compiling)\n", "", error),
+        )
 
     def disturbed(self, worker: int, number: int, after: Path) -> tuple[int, str, str, float]:
         """Send one of its processes a signal as soon as there is such a file."""

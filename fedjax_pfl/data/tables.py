@@ -45,15 +45,15 @@ class Table(NamedTuple):
         return np.unique(self.read(name)).astype(str) if self.cells is None else self.cells(name)
 
 
-def _most_similar_first(name: str, names: Iterable[str], most: int = 12) -> str:
-    """Lists names for a message, the most similar ones to `name` first."""
+def _most_similar_first(name: str, names: Iterable[str]) -> str:
+    """Lists at most 12 names for a message, the most similar ones to `name` first."""
 
     def similarity(candidate: str) -> float:
         return difflib.SequenceMatcher(None, name.lower(), candidate.lower()).ratio()
 
     ordered = sorted(names, key=similarity, reverse=True)
-    omitted = f" and {len(ordered) - most} more" if len(ordered) > most else ""
-    return ", ".join(ordered[:most]) + omitted
+    omitted = f" and {len(ordered) - 12} more" if len(ordered) > 12 else ""
+    return ", ".join(ordered[:12]) + omitted
 
 
 def find_path(source: str, path: str) -> Path:

@@ -5,16 +5,16 @@ import sys
 MAX_LENGTH = 1000
 
 
-def one_line(text: str, max_length: int = MAX_LENGTH) -> str:
-    """Escapes all characters that are not printable, and cuts the text to `max_length`.
+def one_line(text: str) -> str:
+    """Escapes all characters that are not printable, and cuts the text to `MAX_LENGTH`.
 
     Newlines, terminal escapes and marks that change the writing direction are not printable.
     """
     characters = (
         c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode()
-        for c in text[:max_length]
+        for c in text[:MAX_LENGTH]
     )
-    return "".join(characters)[:max_length]
+    return "".join(characters)[:MAX_LENGTH]
 
 
 def to_stderr(line: str) -> None:

@@ -111,15 +111,15 @@ def fields(required: Mapping[str, Check], optional: Mapping[str, Check] | None =
     return check
 
 
-def integer_or(integers: Check, others: Check) -> Check:
-    """Returns the check that passes an integer to `integers` and any other value to `others`."""
-    return lambda value, path: (integers if type(value) is int else others)(value, path)
+def integer_or(integer_check: Check, value_check: Check) -> Check:
+    """Returns the check of an integer by `integer_check` and of other values by `value_check`."""
+    return lambda value, path: (integer_check if type(value) is int else value_check)(value, path)
 
 
 def by_kind(fields_of: Mapping[str, Mapping[str, Check]]) -> Check:
     """Returns the check of an object whose field `kind` decides which other fields it has."""
     known_kind = choice(*fields_of)
-    checks = {kind: fields({"kind": known_kind, **others}) for kind, others in fields_of.items()}
+    checks = {kind: fields({"kind": known_kind, **extra}) for kind, extra in fields_of.items()}
 
     def check(value: Any, path: str) -> None:
         kind: Any = value.get("kind") if isinstance(value, dict) else None

@@ -2,13 +2,9 @@
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.local import Client
-from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import State
-from fedjax_pfl.core.errors import UsageError
 from tests.algorithms import linear
 from tests.algorithms.linear import HEAD, A, X, Y, deep, kernels, train_client
 
@@ -85,13 +81,3 @@ def test_a_class_without_a_prototype_has_a_finite_loss():
     np.testing.assert_array_equal(logits, [[-1.0, -9.0, -10.0]])
     loss = linear.CLASSES.loss(logits, jnp.int32([2]), jnp.ones(3, bool))
     np.testing.assert_allclose(loss, 10 + np.log(np.exp([-1.0, -9.0, -10.0]).sum()), rtol=1e-5)
-
-
-def test_a_network_without_features_is_refused():
-    _, federation = linear.federated([X], [Y])
-    federation = federation._replace(task=linear.CLASSES)
-    net = linear.Deep(outputs=3, width=2)
-    object.__setattr__(net, "head", "nothing")
-    training = local_training.sgd(steps=1)
-    with pytest.raises(UsageError, match=r"^fedproto compares the inputs of the head"):
-        algorithms.fedproto(net, training, federation)

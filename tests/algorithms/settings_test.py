@@ -121,6 +121,12 @@ def test_invalid_settings(name: str, settings: dict[str, Any], message: str):
         make(name, **settings)
 
 
+class WithoutHead(tiny.Net):
+    """A network whose `head` is none of its layers."""
+
+    head = "nothing"
+
+
 CLASSIFIERS = ("fedas", "fedem", "fedpac", "fedproto", "fedrod")
 
 
@@ -146,6 +152,7 @@ def test_invalid_federations(name: str, changes: Any, settings: Any, message: st
     [
         ("fedbn", MLP(), "^fedbn needs a network with BatchNorm"),
         ("fedper", MLP(hidden=()), "this one has only fc1"),
+        ("fedproto", WithoutHead(), "^fedproto compares the inputs of the head"),
         ("pfedhn_pc", MLP(hidden=()), "^pfedhn_pc .* has no other"),
         ("factorized_fl", ZeroHead(NETWORK), "^factorized_fl .* set zero_head=False"),
     ],

@@ -255,7 +255,7 @@ def _work(
             tell("error", str(error))
         except BaseException:
             tell("error", traceback.format_exc())
-    tell("said", re.sub(r"(?m)^round \d+ of \d+: .*\n", "", said.getvalue()))
+    tell("said", re.sub(r"(?m)^(round \d+ of \d+: .*|compiling)\n", "", said.getvalue()))
 
 
 def _begin(fault: Fault, directory: Path) -> None:
