@@ -122,7 +122,11 @@ def labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     keys = sorted(set(differing) - set(kinds), key=lambda key: ("." in key, key))
 
     def label(config: Mapping[str, str], keys: Sequence[str]) -> str:
-        parts = [_component_label(key, config[key]) for key in kinds if key in config]
+        parts = [
+            method_labels.table_label(config[key]) if key == "algorithm" else config[key]
+            for key in kinds
+            if key in config
+        ]
         parts += [f"{key}={config[key]}" for key in keys if key in config]
         return ", ".join(parts) or method_labels.table_label(config.get("algorithm", "?"))
 
@@ -135,10 +139,6 @@ def labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     return row_labels
 
 
-def _component_label(kind: str, name: str) -> str:
-    return method_labels.table_label(name) if kind == "algorithm" else name
-
-
 def is_variant(row: Row) -> bool:
     """Returns True if a row's method is a variant of this library."""
     return method_labels.is_variant(str(row.config.get("algorithm")))
@@ -146,12 +146,11 @@ def is_variant(row: Row) -> bool:
 
 def unfinished(row: Row) -> str:
     """Returns the unfinished runs of a row and their last rounds as text, or ""."""
-    parts = [
-        (f"seed {run.seed} ", f"unfinished, round {run.metrics[-1]['round']}")
+    return ", ".join(
+        f"seed {run.seed} " * (len(row.runs) > 1) + f"unfinished, round {run.metrics[-1]['round']}"
         for run in row.runs
         if not run.finished
-    ]
-    return ", ".join(seed + status if len(row.runs) > 1 else status for seed, status in parts)
+    )
 
 
 def summary(row: Row) -> Summary:
@@ -235,15 +234,9 @@ def _count_better(row: Row, difference: np.ndarray) -> int:
 def extremes(
     row: Row, baseline: Row, stage: str
 ) -> tuple[tuple[str, float], tuple[str, float]] | None:
-    """Finds the clients that gain most and least against a baseline.
+    """Returns (name, difference) of the clients that gain most and least against a baseline.
 
-    Args:
-      row: The row.
-      baseline: The row to compare with.
-      stage: "before" or "after" local training.
-
-    Returns:
-      Name and difference of both clients, or None if clients have no names or cannot be paired.
+    Returns None if clients have no names or cannot be paired. `stage` is "before" or "after".
     """
     difference = _differences(row, baseline, stage)
     names = {client["client"]: client.get("owner") for client in row.runs[0].clients}

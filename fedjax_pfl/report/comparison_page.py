@@ -12,7 +12,13 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.scores import Metric
 from fedjax_pfl.report import comparison, csv_tables, drawing, figures, html_page, text_tables
 from fedjax_pfl.report.comparison import PairedTest, Row
-from fedjax_pfl.report.numbers import format_mean_std, metric_of, metric_title, unit_suffix
+from fedjax_pfl.report.numbers import (
+    format_mean_std,
+    format_p,
+    metric_of,
+    metric_title,
+    unit_suffix,
+)
 from fedjax_pfl.report.text_tables import Table
 
 
@@ -149,8 +155,7 @@ def _tests(row: Row, first: Row, metric: Metric) -> list[str]:
     cells = []
     for stage, test in zip(drawing.STAGES, tests, strict=True):
         if isinstance(test, PairedTest):
-            p = f"{test.p:.4f}" if test.p >= 1e-4 else f"{test.p:.1e}"
-            cells += [_difference(test.difference, metric), p]
+            cells += [_difference(test.difference, metric), format_p(test.p)]
         else:
             runs = [*row.runs, *first.runs]
             is_evaluated = all(run.metrics[-1].get(stage) for run in runs)

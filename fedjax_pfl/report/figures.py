@@ -140,7 +140,8 @@ def curves(rows: Mapping[str, Curve], metric: Metric) -> Picture:
         height,
     )
     panels = figure.subplots(1, 2 if moved else 1, sharey=True, squeeze=False)[0]
-    styles = zip(*map(itertools.cycle, (drawing.COLOURS, drawing.MARKERS, drawing.DASHES)))
+    looks = (drawing.COLOURS, drawing.MARKERS, drawing.DASHES)
+    styles = zip(*map(itertools.cycle, looks), strict=True)
     for label, curve, (colour, marker, dash) in zip(wrapped, rows.values(), styles, strict=False):
         crowded = len(curve.rounds) > _MAX_MARKERS
         for axes, x in zip(panels, (curve.rounds, curve.bytes_moved), strict=False):

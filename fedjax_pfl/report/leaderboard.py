@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.scores import ACCURACY
 from fedjax_pfl.report import drawing, html_page, method_labels, text_tables
@@ -120,12 +118,8 @@ def _cells(line: Mapping[str, Any]) -> list[str]:
     if "cannot" in line:
         return ["–"] * (len(HEADS) - 1) + [line["cannot"]]
     spreads = [line[key] for key in ("before", "after", "worst tenth")]
-    return [
-        *(format_mean_std(spread, ACCURACY) if spread else "–" for spread in spreads),
-        f"{line['megabytes']:.3g}",
-        f"{line['seconds']:.3g}",
-        line["settings"],
-    ]
+    cells = [format_mean_std(spread, ACCURACY) if spread else "–" for spread in spreads]
+    return [*cells, f"{line['megabytes']:.3g}", f"{line['seconds']:.3g}", line["settings"]]
 
 
 def text(leaderboard: Mapping[str, Any]) -> str:
@@ -150,18 +144,15 @@ def draw(name: str, column: Mapping[str, Any]) -> Picture:
         for part in _papers_and_variants(column["methods"])
     )
     lines = [*variants, *papers]  # from the bottom up
-    figure: Figure
     figure, axes = drawing.new_axes(f"Accuracy on {name}", 1.4 + 0.24 * len(lines))
-    for stage, marker, colour in zip(
-        ("after", "before"), "so", drawing.COLOURS[1::-1], strict=True
-    ):
+    for stage in ("after", "before"):
         points = [(line[stage], y) for y, (_, line) in enumerate(lines) if line[stage]]
         axes.errorbar(
             [100 * spread["mean"] for spread, _ in points],
             [y for _, y in points],
             xerr=[100 * (spread["std"] or 0.0) for spread, _ in points],
-            fmt=marker,
-            color=colour,
+            fmt=drawing.STAGE_MARKERS[stage],
+            color=drawing.STAGE_COLOURS[stage],
             markersize=5,
             linewidth=1.2,
             label=f"{stage} local training",

@@ -112,6 +112,7 @@ def draw_diagnostics(
 
 
 def _by_layer(values: np.ndarray, layers: Sequence[str]) -> list[tuple[str, np.ndarray]]:
+    """Returns name and values [N, N] of the first layers of `values` [N, layers, N]."""
     count = values.shape[1]
     names = list(layers) if len(layers) == count else [f"layer {j + 1}" for j in range(count)]
     return [(names[j], values[:, j]) for j in range(min(count, _MAX_LAYERS))]

@@ -36,9 +36,8 @@ def metrics_of(metrics: Sequence[Record]) -> list[Metric]:
     scores: Record = next(filter(None, (line.get("before") for line in reversed(metrics))), {})
     names = [key.removesuffix("_mean") for key in scores if key.endswith("_mean")]
     custom: Record = next(filter(None, (line.get("own_metrics") for line in metrics)), {})
-    return [METRICS.get(name) or _custom_metric(name, custom.get(name, {})) for name in names] or [
-        ACCURACY
-    ]
+    metrics_by_name = [METRICS.get(n) or _custom_metric(n, custom.get(n, {})) for n in names]
+    return metrics_by_name or [ACCURACY]
 
 
 def _custom_metric(name: str, properties: Record) -> Metric:
@@ -73,6 +72,11 @@ def format_score(metric: Metric, value: float) -> str:
 def format_score_without_percent(metric: Metric, value: float) -> str:
     """Like `format_score`, without the percent sign."""
     return format_score(metric, value).removesuffix(" %")
+
+
+def format_p(p: float) -> str:
+    """Returns the p-value of a test with four decimals, or with a power of ten if it is small."""
+    return f"{p:.4f}" if p >= 1e-4 else f"{p:.1e}"
 
 
 def format_mean_std(spread: Mapping[str, Any], metric: Metric) -> str:

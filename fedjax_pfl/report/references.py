@@ -4,6 +4,7 @@ Reference runs are found next to a run directory and in its folder `reference`, 
 `reference` puts them.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import comparison, method_labels, run_reader
 from fedjax_pfl.report.comparison import PairedTest, Row
 from fedjax_pfl.report.html_page import flatten
-from fedjax_pfl.report.numbers import format_score, metric_of, number
+from fedjax_pfl.report.numbers import format_p, format_score, metric_of, number
 from fedjax_pfl.report.run_reader import Run
 from fedjax_pfl.settings.configuration import Registry
 from fedjax_pfl.settings.general import settings_with
@@ -103,9 +104,8 @@ def find(run: Run) -> dict[str, Run]:
         except UsageError:
             continue  # damaged, or nothing to compare yet
         distance = len(different_settings(settings, reference_settings))
-        if reference.examples != run.examples:
-            continue
-        if reference.finished and (method not in best or distance < best[method][0]):
+        is_comparable = reference.finished and reference.examples == run.examples
+        if is_comparable and (method not in best or distance < best[method][0]):
             best[method] = distance, reference
     return {METHODS[method]: best[method][1] for method in METHODS if method in best}
 
@@ -128,11 +128,12 @@ def _candidates(directory: Path) -> Iterator[Path]:
 
 def different_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """Returns the settings that both have with different values, except the method and phases."""
-    first_flat, second_flat = dict(flatten(first)), dict(flatten(second))
-    shared = [
-        key for key in first_flat if key in second_flat and key not in ("algorithm", "phases")
+    other = dict(flatten(second))
+    return [
+        key
+        for key, value in flatten(first)
+        if key not in ("algorithm", "phases") and other.get(key, value) != value
     ]
-    return [key for key in shared if first_flat[key] != second_flat[key]]
 
 
 def sentence(run: Run, name: str, reference: Run) -> str:
@@ -172,9 +173,7 @@ def _stage(run: Run, name: str, reference: Run, stage: str, intro: str) -> str:
         number((r.metrics[-1].get(stage) or {}).get(f"{metric.name}_mean"))
         for r in (run, reference)
     )
-    if not (
-        score == score and reference_score == reference_score
-    ):  # NaN: not evaluated, or not finite
+    if math.isnan(score) or math.isnan(reference_score):  # not evaluated, or not finite
         return ""
     gain = (score - reference_score) * (1 if metric.higher_is_better else -1)
     size = f"{100 * abs(gain):.2f} points" if metric.unit == "%" else f"{abs(gain):.4g}"
@@ -183,6 +182,5 @@ def _stage(run: Run, name: str, reference: Run, stage: str, intro: str) -> str:
     test = comparison.paired_test(as_row(run), as_row(reference), stage)
     note = ""
     if isinstance(test, PairedTest):
-        p = f"{test.p:.4f}" if test.p >= 1e-4 else f"{test.p:.1e}"
-        note = f"; better for {test.better} of {test.pairs} clients, p = {p}"
+        note = f"; better for {test.better} of {test.pairs} clients, p = {format_p(test.p)}"
     return f"{intro} it is {verdict} {name} ({scores}{note})."

@@ -16,15 +16,8 @@ from fedjax_pfl.report import csv_tables
 from fedjax_pfl.settings import configuration
 
 Record = Mapping[str, Any]  # a line of metrics.jsonl
-CONFIG, METRICS, CLIENTS, TRAFFIC, PROVENANCE, REPORT, EXAMPLES = (
-    "config.json",
-    "metrics.jsonl",
-    "clients.csv",
-    "traffic.json",
-    "made.json",
-    "report.html",
-    "data.json",
-)
+CONFIG, METRICS, REPORT = "config.json", "metrics.jsonl", "report.html"
+CLIENTS, TRAFFIC, PROVENANCE, EXAMPLES = "clients.csv", "traffic.json", "made.json", "data.json"
 STAGES = ("before", "after", "validation")
 _MAX_DEPTH = 12  # of nested settings; the library has three levels
 _MAX_NUMBER = 10**30  # a float can hold it
@@ -66,19 +59,18 @@ def read(directory: Path) -> Run:
     metrics = _read_file(directory / METRICS, hint, lambda path: list(_lines(path, finished)))
     if not metrics:
         raise UsageError(f"{directory} has nothing to show yet: {METRICS} holds no evaluation")
-    clients: list[dict[str, Any]] = []
-    traffic: Mapping[str, Any] = {}
-    if finished:
-        if (directory / CLIENTS).is_file():
-            clients = _read_file(directory / CLIENTS, hint, _clients)
-        if (directory / TRAFFIC).is_file():
-            traffic = _read_file(directory / TRAFFIC, hint, _traffic)
+
+    def read_at_end(name: str, read_content: Callable[[Path], Any], default: Any) -> Any:
+        """Reads a file that a run writes at its end."""
+        path = directory / name
+        return _read_file(path, hint, read_content) if finished and path.is_file() else default
+
     return Run(
         directory=directory,
         config=config,
         metrics=metrics,
-        clients=clients,
-        traffic=traffic,
+        clients=read_at_end(CLIENTS, _clients, []),
+        traffic=read_at_end(TRAFFIC, _traffic, {}),
         provenance=read_provenance(directory),
         finished=finished,
         examples=examples_of(directory, config),
@@ -214,9 +206,7 @@ def _problem(line: Any) -> str:
     if not isinstance(line.get("round"), int) or not _is_number(line["round"]):
         return "it has no round"
     for key, value in line.items():
-        if key in STAGES:
-            if value is not None and not isinstance(value, dict):
-                return f"{key} is {json.dumps(value)[:40]}"
+        if key in STAGES and (value is None or isinstance(value, dict)):
             for name, score in (value or {}).items():
                 if not _is_number(score):
                     return f"{key}.{name} is {json.dumps(score)[:40]}"
@@ -229,7 +219,7 @@ def _problem(line: Any) -> str:
         elif key in ("dead", "remarks"):
             if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
                 return f"{key} is no list of strings"
-        elif not _is_number(value):
+        elif key in STAGES or not _is_number(value):
             return f"{key} is {json.dumps(value)[:40]}"
     return ""
 

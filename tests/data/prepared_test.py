@@ -77,9 +77,9 @@ def test_images_with_other_headers_are_decoded_separately():
     palette = Image.fromarray(images[0, :, :, 0]).convert("P")
     files = [png(images[0]), png(np.asarray(palette)[..., None], compress_level=0)]
     np.testing.assert_array_equal(prepared.decode(files)[1], np.asarray(palette)[..., None])
-    two = np.repeat(images, 3, -1)
-    mixed = [png(two[0]), png(np.concatenate([two[1], two[1][..., :1]], -1))]  # RGB and RGBA
-    np.testing.assert_array_equal(prepared.decode(mixed), two[:2])
+    colour = np.repeat(images, 3, -1)
+    mixed = [png(colour[0]), png(np.concatenate([colour[1], colour[1][..., :1]], -1))]  # RGB, RGBA
+    np.testing.assert_array_equal(prepared.decode(mixed), colour[:2])
 
 
 def test_emnist_is_transposed_and_letters_count_from_zero(tmp_path):

@@ -242,32 +242,28 @@ def test_a_crash_between_saving_and_responding_loses_nothing(loop, monkeypatch):
     for path in loop.clients[0].disk.folder.iterdir():
         path.unlink()
 
-    class Killed(BaseException):
-        pass
+    def kill(*_):
+        raise KeyboardInterrupt
 
-    def before(*_):
-        raise Killed
-
-    with monkeypatch.context() as at_first:
-        at_first.setattr(os, "replace", before)  # it dies while it writes
-        with pytest.raises(Killed):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", kill)  # while it writes
+        with pytest.raises(KeyboardInterrupt):
             respond(loop.clients[0], pending.requests[0])
-    assert loop.clients[0].disk.rounds() == []
-    with monkeypatch.context() as at_last:
-        at_last.setattr(storage.ClientDisk, "rounds", before)  # it dies when it has written
-        disk = storage.ClientDisk(loop.clients[0].disk.folder)
-        visited = storage.RoundRecord(0, 0, pending.digests[0], expected, b"")
-        with pytest.raises(Killed):
-            disk.write(visited, storage.BEFORE_FIRST_ROUND)
+    disk = loop.clients[0].disk
+    assert disk.rounds() == []
+    record = storage.RoundRecord(0, 0, pending.digests[0], expected, b"")
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.ClientDisk, "rounds", kill)  # when it has written
+        with pytest.raises(KeyboardInterrupt):
+            disk.write(record, storage.BEFORE_FIRST_ROUND)
     monkeypatch.setattr(type(loop.clients[0].programs), "train", None)
     assert respond(loop.clients[0], pending.requests[0]) == expected
     assert files_before.keys() <= files(loop).keys()
 
 
-def test_a_client_recovers_from_a_full_disk(loop, monkeypatch):
+def test_a_client_recovers_from_a_full_disk_and_a_damaged_round(loop, monkeypatch):
     server_state, _ = loop.round(server.initial_state(loop.server), 0)
-    files_before = files(loop)
-    pending = server.open_round(loop.server, server_state, 1)
+    pending, files_before = server.open_round(loop.server, server_state, 1), files(loop)
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -276,7 +272,10 @@ def test_a_client_recovers_from_a_full_disk(loop, monkeypatch):
         context.setattr(os, "fsync", full)
         assert "No space left" in refusal(respond, loop.clients[0], pending.requests[0])
     assert files(loop) == files_before
-    assert respond(loop.clients[0], pending.requests[0])
+    expected = respond(loop.clients[0], pending.requests[0])
+    # A damaged round that has not counted is trained again.
+    (loop.clients[0].disk.folder / "visit-000000001").write_bytes(b"")
+    assert respond(loop.clients[0], pending.requests[0]) == expected
 
 
 def test_a_damaged_round_file_is_refused_by_name(loop):
@@ -296,51 +295,27 @@ def test_a_damaged_round_file_is_refused_by_name(loop):
     assert "does not hold round 0" in refusal(respond, loop.clients[0], pending.requests[0])
 
 
-def test_a_damaged_round_that_has_not_counted_is_trained_again(loop):
-    server_state, _ = loop.round(server.initial_state(loop.server), 0)
-    pending = server.open_round(loop.server, server_state, 1)
-    expected = respond(loop.clients[0], pending.requests[0])
-    (loop.clients[0].disk.folder / "visit-000000001").write_bytes(b"")
-    assert respond(loop.clients[0], pending.requests[0]) == expected
-
-
-def test_a_resumed_server_is_bit_identical(loop, tmp_path):
-    """The server is killed after a round that was not saved, and repeats the round."""
-    server_state, _ = loop.round(server.initial_state(loop.server), 0)
+def test_a_server_that_resumes_from_an_older_round_is_bit_identical(loop, tmp_path):
+    """Its newest checkpoint is damaged; clients still have the state of the round before."""
+    states = [server.initial_state(loop.server)]
+    for t in range(3):
+        states.append(loop.round(states[-1], t)[0])
+    client_states = {i: loop.client_state(states[2], i) for i in loop.clients}
     store = checkpoints.open_store(tmp_path / "checkpoints")
-    store.save(1, {"state": server_state.state, "settled": server_state.settled}, {})
-    lost, _ = loop.round(server_state, 1)
-    restored = store.restore(
-        1, {"state": loop.server.programs.shapes[0].state, "settled": server_state.settled}
-    )
+    saved = {"state": states[1].state, "settled": states[1].settled}
+    store.save(1, saved, {})
+    template = {**saved, "state": loop.server.programs.shapes[0].state}
+    back = server.ServerState(**store.restore(1, template))
     restarted = loop._replace(server=loop.server._replace(start=1))
-    back = server.ServerState(restored["state"], restored["settled"])
     again, _ = restarted.round(back, 1)
-    chex.assert_trees_all_equal(jax.device_get(again.state), jax.device_get(lost.state))
+    chex.assert_trees_all_equal(jax.device_get(again.state), jax.device_get(states[2].state))
     for i in loop.clients:
-        chex.assert_trees_all_equal(restarted.client_state(again, i), loop.client_state(lost, i))
-    pending = server.open_round(loop.server, again, 2)  # of the start before, which still runs
-    for i, content in restarted.ask(server.open_round(restarted.server, again, 2).requests).items():
-        assert content
-        assert respond(loop.clients[i], pending.requests[i]) == content  # the same question
+        chex.assert_trees_all_equal(restarted.client_state(again, i), client_states[i])
+    # The earlier start of the server still runs and sends the same requests.
+    responses = restarted.ask(server.open_round(restarted.server, again, 2).requests)
+    assert loop.ask(server.open_round(loop.server, again, 2).requests) == responses
     late = server.open_round(loop.server, again, 3)
     assert "earlier start" in refusal(respond, loop.clients[0], late.requests[0])
-
-
-def test_clients_follow_a_server_that_resumes_from_an_older_round(loop):
-    """Its newest checkpoint is damaged; clients still have the state of the round before."""
-    server_state = server.initial_state(loop.server)
-    states = [server_state]
-    for t in range(3):
-        server_state, _ = loop.round(server_state, t)
-        states.append(server_state)
-    restarted = loop._replace(server=loop.server._replace(start=1))
-    back, _ = restarted.round(states[1], 1)
-    chex.assert_trees_all_equal(jax.device_get(back.state), jax.device_get(states[2].state))
-    for i in loop.clients:
-        chex.assert_trees_all_equal(
-            restarted.client_state(back, i), loop.client_state(states[2], i)
-        )
 
 
 def test_client_side_state_and_examples_are_in_no_message(tmp_path):

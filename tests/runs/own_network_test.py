@@ -98,9 +98,9 @@ def test_runs_and_exported_files_need_the_same_network(tmp_path):
     assert "was run with a task of your own, logistic" in line
     loaded = export.load_result(directory, **components)
     path = export.write_models(loaded, tmp_path / "files")[1]
-    line = "of a network of your own, Net; load(path, model=Net)"
+    line = "a network of your own, Net; use load(path, model=Net)"
     assert line in message(export.load, path)
-    assert "network Net, and Modern is given" in message(export.load, path, Modern)
+    assert "it has the network Net, got Modern" in message(export.load, path, Modern)
     model, variables = export.load(path, Net)
     assert export.describe(path)["model"]["hidden"] == 3
     head = variables["params"].pop(model.head)

@@ -108,7 +108,7 @@ def test_a_run_resumes_with_its_recorded_plan(tmp_path):
     method, plan, memory = messages
     assert method.startswith("FedAvg, the method of McMahan et al. 2017; all settings of the ")
     assert plan == "5 clients a round, 2 at a time on one device, convolutions by patches"
-    assert re.fullmatch(r"memory needed: at least .* MB \(client state on the device\)", memory)
+    assert re.fullmatch(r"memory needed: at least .* kB \(client state on the device\)", memory)
     changed = runner.run({**base, "chunk": 1}, directory)
     assert changed.phases[0].plan == Plan("patches", 1)
     for damaged in ("[", json.dumps({**content, "machine": "another"})):

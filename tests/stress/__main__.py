@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection
 
 from tests.stress import common
-from tests.stress.common import CONFIG, STORES, Row, finish, progress, scratch
+from tests.stress.common import CONFIG, STORES, Row, progress, scratch, table
 from tests.stress.data import data
 from tests.stress.disk import disk
 from tests.stress.kills import kills
@@ -48,32 +48,30 @@ def stores(share: float = 1.0, seed: int = 0) -> list[Row]:
     """
     rows = []
     for store in ("host", "disk", "sharded"):
-        for tried, number in ((kills, 20), (rot, 100), (disk, 12)):
-            if (tried, store) != (rot, "sharded"):
+        for campaign, number in ((kills, 20), (rot, 100), (disk, 12)):
+            if (campaign, store) != (rot, "sharded"):
                 part = max(1, round(share * number))
-                rows += tried(part, seed, CONFIG | STORES[store])[:1]
+                rows += campaign(part, seed, CONFIG | STORES[store])[:1]
     return rows
 
 
-def everything(
-    share: float = 1.0, seed: int = 0, only: Collection[str] = ()
-) -> dict[str, list[Row]]:
+def run(share: float = 1.0, seed: int = 0, only: Collection[str] = ()) -> dict[str, list[Row]]:
     """Returns the rows of all campaigns, or of some, by name."""
     rows = {}
     with scratch():  # campaigns share compiled programs
-        for name, tried in parts(share, seed).items():
+        for name, campaign in parts(share, seed).items():
             if name in only or not only:
-                rows[name] = tried()
+                rows[name] = campaign()
                 progress("")
     return rows
 
 
 def keep(rows: dict[str, list[Row]]) -> None:
     """Writes today's rows to the file that the page reads; rows of other campaigns stay."""
-    whole = json.loads(common.MEASURED.read_text()) if common.MEASURED.exists() else {}
+    record = json.loads(common.MEASURED.read_text()) if common.MEASURED.exists() else {}
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    whole |= {name: {"date": today, "rows": some} for name, some in rows.items()}
-    ordered = {name: whole[name] for name in parts() if name in whole}
+    record |= {name: {"date": today, "rows": new} for name, new in rows.items()}
+    ordered = {name: record[name] for name in parts() if name in record}
     common.MEASURED.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -82,12 +80,14 @@ if __name__ == "__main__":
     parser.add_argument("--share", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="some of: " + ", ".join(parts()))
-    given = parser.parse_args()
-    chosen = [name for name in given.only.split(",") if name]
-    if unknown := set(chosen) - set(parts()):
+    args = parser.parse_args()
+    names = [name for name in args.only.split(",") if name]
+    if unknown := set(names) - set(parts()):
         sys.exit(f"there are no campaigns called {', '.join(sorted(unknown))}")
-    found = everything(given.share, given.seed, chosen)
-    if given.share == 1:
-        keep(found)
+    rows = run(args.share, args.seed, names)
+    if args.share == 1:
+        keep(rows)
         print("python docs/written.py puts the table into docs/robustness.md")
-    finish([row for rows in found.values() for row in rows])
+    total = [row for part in rows.values() for row in part]
+    print(table(total))
+    sys.exit(int(any(row.lost for row in total)))

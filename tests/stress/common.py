@@ -1,6 +1,5 @@
-"""Small runs in processes of their own, that faults can be done to, and the table of outcomes."""
+"""Small runs in separate processes, faults of their file system, and the table of outcomes."""
 
-import argparse
 import contextlib
 import hashlib
 import io
@@ -15,7 +14,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ from fedjax_pfl.simulation import stores
 
 EVERY = 2  # rounds between evaluations, each of which is saved
 CONFIG: dict[str, Any] = {
-    "algorithm": "fedper",  # something shared and something that stays with the clients
+    "algorithm": "fedper",  # has a shared and a client-side part
     "dataset": "digits",
     "clients": 4,
     "classes": {"per_client": 4, "examples": 100},
@@ -49,7 +48,6 @@ CONFIG: dict[str, Any] = {
 }
 
 
-# The same where what stays with clients is not on the device, or not on one.
 STORES: dict[str, dict[str, Any]] = {
     "device": {},
     "host": {"store": "host"},
@@ -60,101 +58,84 @@ MEASURED = Path(__file__).parent / "measured.json"  # rows of `python -m tests.s
 
 
 class Row(NamedTuple):
-    """A kind of fault: how often it was tried, and what became of the runs."""
+    """A kind of fault and the outcome of its runs."""
 
     kind: str
     tried: int
     survived: int
-    lost: int  # not restorable, or not the result that an undisturbed run has
+    lost: int  # not resumable, or with another result than an undisturbed run
     note: str = ""
 
 
 def table(rows: list[Row]) -> str:
-    """As Markdown, so that a page can show what a terminal does."""
+    """Returns a Markdown table that is also readable in a terminal."""
     cells = [("fault", "tried", "survived", "lost", "note"), *(tuple(map(str, r)) for r in rows)]
-    wide = [max(len(row[i]) for row in cells) for i in range(5)]
-    put = [str.ljust, str.rjust, str.rjust, str.rjust, str.ljust]
-    lines = [[f(c, w) for f, c, w in zip(put, row, wide, strict=True)] for row in cells]
+    widths = [max(len(row[i]) for row in cells) for i in range(5)]
+    align = [str.ljust, str.rjust, str.rjust, str.rjust, str.ljust]
+    lines = [[f(c, w) for f, c, w in zip(align, row, widths, strict=True)] for row in cells]
     rule = [
         "-" * (w - (f is str.rjust)) + ":" * (f is str.rjust)
-        for f, w in zip(put, wide, strict=True)
+        for f, w in zip(align, widths, strict=True)
     ]
     return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]])
 
 
-def of_store(config: dict[str, Any]) -> str:
-    """What a row's name has of it."""
+def store_suffix(config: dict[str, Any]) -> str:
+    """Returns the end of a row's name for an off-device store."""
     return f", store={config['store']}" if "store" in config else ""
-
-
-def given(doc: str | None, **number: int) -> tuple[int, int, dict[str, Any]]:
-    """A command's flags: how many, the seed, and the configuration with the store."""
-    parser = argparse.ArgumentParser(description=doc)
-    ((name, default),) = number.items()
-    parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--store", choices=STORES, default="device")
-    flags = parser.parse_args()
-    return getattr(flags, name), flags.seed, CONFIG | STORES[flags.store]
-
-
-def finish(rows: list[Row]) -> None:
-    """Print the table; exit status 1 where anything was lost."""
-    print(table(rows))
-    sys.exit(int(any(row.lost for row in rows)))
 
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder for runs, and for what they compile unless there is one: once for all of them."""
-    given = jax.config.values["jax_compilation_cache_dir"]
+    """Yields a folder for runs and, without a compilation cache, for compiled programs."""
+    cache = jax.config.values["jax_compilation_cache_dir"]
     with tempfile.TemporaryDirectory(prefix="stress-") as name:
-        jax.config.update("jax_compilation_cache_dir", given or str(Path(name) / "programs"))
+        jax.config.update("jax_compilation_cache_dir", cache or str(Path(name) / "programs"))
         least = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        compilation_cache.reset_cache()  # JAX keeps to the folder that it began with
+        compilation_cache.reset_cache()  # otherwise JAX uses the previous folder
         try:
             yield Path(name)
         finally:
-            jax.config.update("jax_compilation_cache_dir", given)
+            jax.config.update("jax_compilation_cache_dir", cache)
             jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
             compilation_cache.reset_cache()
 
 
 def digest(*trees: Any) -> str:
-    """Of all bits, dtypes and shapes."""
-    seen = hashlib.sha256()
+    """Returns a digest of all bits, dtypes and shapes."""
+    sha256 = hashlib.sha256()
     for leaf in jax.tree.leaves(trees):
         array = np.ascontiguousarray(leaf)
-        seen.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
-    return seen.hexdigest()
+        sha256.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+    return sha256.hexdigest()
 
 
 def untimed(directory: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without times and without a line that is half written."""
+    """Returns the complete lines of metrics.jsonl, without times."""
     path = directory / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    whole = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [{k: v for k, v in line.items() if "seconds" not in k} for line in whole]
+    complete = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [{k: v for k, v in line.items() if "seconds" not in k} for line in complete]
 
 
 def files(directory: Path) -> str:
-    """All that is compared of a finished run's files."""
+    """Returns the content of a finished run's files that must be reproducible."""
     tables = [(directory / name).read_text() for name in ("clients.csv", "traffic.json")]
     return json.dumps([untimed(directory), tables])
 
 
 class Ended(NamedTuple):
-    """What became of a process."""
+    """The end of a process."""
 
-    resumed: int | None  # the round that it went on from, 0 where it began; None: not so far
-    result: str | None  # digest of the states, where it came to the end
+    resumed: int | None  # the round of the checkpoint; 0 for a new run, None before the start
+    result: str | None  # digest of the states of a finished run
     error: str | None  # one line, or a traceback
-    said: str  # on stderr
+    stderr: str
 
 
 class Fault(NamedTuple):
-    """What the file system does to a run: from the nth step on that writes, or to large files."""
+    """A fault of the file system, from the nth step that writes, or for large files."""
 
     number: int = 0  # an errno
     nth: int = 0
@@ -165,31 +146,36 @@ NONE = Fault()
 
 
 class Process:
-    """A run in a process of its own, forked where everything is imported already."""
+    """A run in a process that is forked with all imports."""
 
     def __init__(self, directory: Path, config: dict[str, Any], fault: Fault = NONE) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.stress.common"])
-        self._here, there = context.Pipe(False)
+        self._pipe, sender = context.Pipe(False)
         programs = jax.config.values["jax_compilation_cache_dir"]
-        arguments = (there, directory, config, fault, programs)
+        arguments = (sender, directory, config, fault, programs)
         self._process = context.Process(target=_work, args=arguments, daemon=True)
         self._process.start()
-        there.close()
-        self._told: dict[str, Any] = {"resumed": None, "result": None, "error": None, "said": ""}
+        sender.close()
+        self._messages: dict[str, Any] = {
+            "resumed": None,
+            "result": None,
+            "error": None,
+            "stderr": "",
+        }
 
     def until(self, word: str, seconds: float = 120.0) -> bool:
-        """Listen until it says so; False where it ends before."""
+        """Waits for a message; returns False if the process ends before it."""
         end = time.monotonic() + seconds
         while True:
-            if not self._here.poll(max(0.0, end - time.monotonic())):
+            if not self._pipe.poll(max(0.0, end - time.monotonic())):
                 self.kill()
-                raise TimeoutError(f"a run said nothing of {word} in {seconds:.0f} s")
+                raise TimeoutError(f"a run sent no {word} in {seconds:.0f} s")
             try:
-                key, value = json.loads(self._here.recv_bytes())
+                key, value = json.loads(self._pipe.recv_bytes())
             except EOFError:
                 return False
-            self._told[key] = value
+            self._messages[key] = value
             if key == word:
                 return True
 
@@ -201,41 +187,40 @@ class Process:
         self._process.kill()
 
     def ended(self, seconds: float = 120.0) -> Ended:
-        """What became of it."""
+        """Waits for the end."""
         with contextlib.suppress(OSError):
-            while self.until("said", seconds):
+            while self.until("stderr", seconds):
                 pass
         self._process.join()
-        self._here.close()
-        told = {key: self._told[key] for key in Ended._fields}
-        return Ended(**told)
+        self._pipe.close()
+        return Ended(**{key: self._messages[key] for key in Ended._fields})
 
 
 def _work(
     pipe: Connection, directory: Path, config: dict[str, Any], fault: Fault, programs: str
 ) -> None:
-    """In the process: run, and tell what happens."""
+    """Runs in the process and sends messages."""
 
-    def tell(key, value):
+    def send(key, value):
         return pipe.send_bytes(json.dumps([key, value]).encode())
 
     jax.config.update("jax_compilation_cache_dir", programs)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_num_cpu_devices", config["devices"])
-    tqdm.set_lock(threading.RLock())  # its own would be left behind by a kill
-    said = io.StringIO()
+    tqdm.set_lock(threading.RLock())  # a kill would leave its default lock behind
+    stderr = io.StringIO()
 
     class Stop(interrupt.Stop):
         @contextlib.contextmanager
         def protected(self) -> Iterator[None]:
-            tell("call", None)
+            send("call", None)
             with super().protected():
                 yield
 
     write = run_directory.write_metrics
 
     def resumed(directory: Path, lines: list[dict[str, Any]]) -> None:
-        tell("resumed", lines[-1]["round"] if lines else 0)
+        send("resumed", lines[-1]["round"] if lines else 0)
         write(directory, lines)
 
     def page(run, figures, beside):
@@ -244,33 +229,33 @@ def _work(
     with (
         mock.patch.object(run_directory, "write_metrics", resumed),
         mock.patch.object(report, "write", page),
-        contextlib.redirect_stderr(said),
+        contextlib.redirect_stderr(stderr),
     ):
         try:
-            _begin(fault, directory)
+            _plant(fault, directory)
             result = runner.run(config, directory, Stop())
-            states = [one and stores.to_arrays(one) for one in (result.state, result.best)]
-            tell("result", digest(states))
+            states = [tree and stores.to_arrays(tree) for tree in (result.state, result.best)]
+            send("result", digest(states))
         except UsageError as error:
-            tell("error", str(error))
+            send("error", str(error))
         except BaseException:
-            tell("error", traceback.format_exc())
-    tell("said", re.sub(r"(?m)^(round \d+ of \d+: .*|compiling)\n", "", said.getvalue()))
+            send("error", traceback.format_exc())
+    send("stderr", re.sub(r"(?m)^(round \d+ of \d+: .*|compiling)\n", "", stderr.getvalue()))
 
 
-def _begin(fault: Fault, directory: Path) -> None:
+def _plant(fault: Fault, directory: Path) -> None:
     if fault.largest is not None:
         limits = (fault.largest, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     if not fault.number:
         return
-    left, inside = [fault.nth], str(directory)
+    left, folder = [fault.nth], str(directory)
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
         writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_ACCMODE
         if not (writes or event in ("os.mkdir", "os.rename")):
             return
-        if isinstance(arguments[0], (str, bytes)) and os.fsdecode(arguments[0]).startswith(inside):
+        if isinstance(arguments[0], (str, bytes)) and os.fsdecode(arguments[0]).startswith(folder):
             left[0] -= 1
             if left[0] < 0:
                 raise OSError(fault.number, os.strerror(fault.number), arguments[0])
@@ -279,38 +264,35 @@ def _begin(fault: Fault, directory: Path) -> None:
 
 
 def undisturbed(directory: Path, config: dict[str, Any] = CONFIG) -> tuple[str, str, float]:
-    """A run that nothing happens to: its digest, its files and the seconds of a call."""
+    """Returns digest, files and seconds per call of a run without faults."""
     process = Process(directory, config)
     process.until("call")
-    began = time.monotonic()
+    start = time.monotonic()
     ended = process.ended()
     if ended.result is None:
         raise RuntimeError(ended.error)
     calls = -(-config["rounds"] // config["eval_every"])
-    return ended.result, files(directory), (time.monotonic() - began) / calls
+    return ended.result, files(directory), (time.monotonic() - start) / calls
 
 
 def last_round(directory: Path) -> int:
-    """Of the last evaluation that a run wrote down."""
+    """Returns the round of the last recorded evaluation."""
     lines = untimed(directory)
     return lines[-1]["round"] if lines else 0
 
 
-def copied(source: Path, target: Path) -> Path:
-    """A copy that faults can be done to."""
+def copy(source: Path, target: Path) -> Path:
+    """Replaces a directory by a copy of another."""
     shutil.rmtree(target, ignore_errors=True)
     return Path(shutil.copytree(source, target))
 
 
 def one_line(text: str | None) -> bool:
-    """Whether an error is what a user is to see."""
+    """Returns True if an error is a message for users."""
     return bool(text) and "\n" not in str(text)
 
 
 def progress(text: str) -> None:
-    """Where a long try stands, for who watches."""
+    """Shows progress on a terminal."""
     if sys.stderr.isatty():
         print(f"\r{text}\033[K", end="", file=sys.stderr, flush=True)
-
-
-Try = Callable[..., list[Row]]

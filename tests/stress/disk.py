@@ -1,9 +1,8 @@
-"""Full disks and lost directories: python -m tests.stress.disk --faults=20 --store=disk
+"""Full disks and lost directories.
 
-A run's disk is full or read-only from a random step on, its files may not be longer than so many
-bytes, its directory is moved away or removed, or another run is started in it. Each has to end in
-one line that says what to do, and the same command has to go on from what was saved before, to
-what an undisturbed run gives, bit for bit.
+The disk becomes full or read-only at a random step, files have a size limit, or the directory is
+moved, removed or used by another run. Each fault must end in one line that says what to do. The
+same command must then resume to the result of an undisturbed run, bit for bit.
 """
 
 import errno
@@ -24,17 +23,15 @@ from tests.stress.common import (
     Process,
     Row,
     files,
-    finish,
-    given,
     last_round,
-    of_store,
     one_line,
     progress,
     scratch,
+    store_suffix,
     undisturbed,
 )
 
-WORDS = {
+MESSAGES = {
     "disk full": "No space left on device",
     "read-only": "Read-only file system",
     "files cut short": "File too large",
@@ -47,7 +44,7 @@ WORDS = {
 def disturb(
     kind: str, directory: Path, config: dict[str, Any], call: float, rng: np.random.Generator
 ) -> tuple[Ended, Ended | None]:
-    """What a run ends with, and another one that was started at the same time."""
+    """Returns the end of a run with a fault, and the end of a second run in its directory."""
     fault = {
         "disk full": lambda: Fault(errno.ENOSPC, int(rng.integers(200))),
         "read-only": lambda: Fault(errno.EROFS, int(rng.integers(200))),
@@ -66,18 +63,18 @@ def disturb(
 
 
 def disk(number: int = 20, seed: int = 0, config: dict[str, Any] = CONFIG) -> list[Row]:
-    """So many faults, the kinds in turn; one that comes after a run's end does not count."""
+    """Runs `number` faults of alternating kinds, without those after the end of a run."""
     config = {**config, "rounds": 12}
     rng = np.random.default_rng(seed)
     tried: Counter[str] = Counter()
     lost: Counter[str] = Counter()
-    with scratch() as place:
-        wanted, wanted_files, call = undisturbed(place / "undisturbed", config)
+    with scratch() as folder:
+        expected, expected_files, call = undisturbed(folder / "undisturbed", config)
         for count in range(3 * number):
-            kind = list(WORDS)[count % len(WORDS)]
+            kind = list(MESSAGES)[count % len(MESSAGES)]
             if tried.total() == number:
                 break
-            directory = place / f"run{count}"
+            directory = folder / f"run{count}"
             ended, second = disturb(kind, directory, config, call, rng)
             away = directory.with_suffix(".away")
             if away.exists():
@@ -89,24 +86,22 @@ def disk(number: int = 20, seed: int = 0, config: dict[str, Any] = CONFIG) -> li
                 continue  # the fault came too late, or nothing was written after it
             tried[kind] += 1
             saved = last_round(directory)
-            again = ended if second else Process(directory, config).ended()
-            fine = (
+            resumed = ended if second else Process(directory, config).ended()
+            correct = (
                 one_line(refused.error)
-                and WORDS[kind] in str(refused.error)
-                and not refused.said
-                and again.result == wanted
-                and files(directory) == wanted_files
-                and (second is not None or (again.resumed or 0) >= saved - config["eval_every"])
+                and MESSAGES[kind] in str(refused.error)
+                and not refused.stderr
+                and resumed.result == expected
+                and files(directory) == expected_files
+                and (second is not None or (resumed.resumed or 0) >= saved - config["eval_every"])
             )
             progress(f"{tried.total()} faults")
-            if not fine:
+            if not correct:
                 lost[kind] += 1
-                print(f"{kind}: {refused.error}\n{refused.said}\n{again.error} {again.said}")
+                print(
+                    f"{kind}: {refused.error}\n{refused.stderr}\n{resumed.error} {resumed.stderr}"
+                )
     rows = [Row(kind, tried[kind], tried[kind] - lost[kind], lost[kind]) for kind in tried]
-    whole = f"disk or directory{of_store(config)}"
-    total = Row(whole, tried.total(), tried.total() - lost.total(), lost.total())
+    title = f"disk or directory{store_suffix(config)}"
+    total = Row(title, tried.total(), tried.total() - lost.total(), lost.total())
     return [total, *(row._replace(kind=f"- {row.kind}") for row in rows)]
-
-
-if __name__ == "__main__":
-    finish(disk(*given(__doc__, faults=20)))
