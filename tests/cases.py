@@ -266,6 +266,7 @@ CASES = {
         lambda model: (model + _PROTOTYPES + 3, model + 2 * _PROTOTYPES + 12 + 4),
         training={"learning_rate": 0.03},
     ),
+    "knn_per": Case({"neighbours": 3}, _moved, _without(0)),
     "l2gd": Case({"pull": 0.4}, _all_of(_moved, _matters("l2gd", "pull", 0.0, 1.0)), _without(0)),
     "moon": Case({}, _all_of(_moved, _matters("moon", "mu", 0.0, 1.0)), _without(0)),
     "pfedgraph": Case(

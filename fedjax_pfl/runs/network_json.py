@@ -8,6 +8,7 @@ from typing import Any
 from fedjax_pfl.algorithms.fedem import Mixture
 from fedjax_pfl.algorithms.fedmn.modular import Modular, Routed
 from fedjax_pfl.algorithms.fedproto import Nearest
+from fedjax_pfl.algorithms.knn_per import NeighbourMixture
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.networks import MODELS
 from fedjax_pfl.networks.factorized import Factorized, Hadamard, SplitKernels
@@ -21,6 +22,7 @@ NETWORKS: dict[str, Callable[..., Any]] = {
     "mixture": Mixture,
     "modular": Modular,
     "nearest": Nearest,
+    "neighbour_mixture": NeighbourMixture,
     "routed": Routed,
     "split_kernels": SplitKernels,
 }

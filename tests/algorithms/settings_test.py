@@ -72,6 +72,9 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("fedproto", {"decides": "dice"}, "prototype or head"),
     ("fedrep", {"head_epochs": 0}, "at least 1"),
     ("fedrep", {"head_steps": 0}, "at least 1"),
+    ("knn_per", {"neighbours": 0}, "at least 1"),
+    ("knn_per", {"weight": 1.5}, "0 to 1"),
+    ("knn_per", {"scale": 0.0}, "above 0"),
     ("l2gd", {"pull": -0.1}, "0 to 1"),
     ("l2gd", {"pull": 1.5}, "0 to 1"),
     ("lg_fedavg", {"shared_layers": 0}, "choose 1 to 1"),
@@ -127,7 +130,7 @@ class WithoutHead(tiny.Net):
     head = "nothing"
 
 
-CLASSIFIERS = ("fedas", "fedem", "fedpac", "fedproto", "fedrod")
+CLASSIFIERS = ("fedas", "fedem", "fedpac", "fedproto", "fedrod", "knn_per")
 
 
 @pytest.mark.parametrize(

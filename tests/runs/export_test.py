@@ -46,6 +46,7 @@ METHODS = {
     "pfedla": {"pfedla": {"hidden": 4, "embedding": 4}},  # small, to mix weights
     "pfedpara": {},
     "pfedme": {},  # trains before it serves
+    "knn_per": {"knn_per": {"neighbours": 3}},  # has features of training examples
     "fedproto": {},  # has prototypes, some of them integers
 }
 

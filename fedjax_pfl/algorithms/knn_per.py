@@ -1,0 +1,131 @@
+"""kNN-Per: FedAvg's model, mixed at each client with the labels of similar training examples.
+
+Marfoq et al., Personalized Federated Learning through Local Memorization, 2022. z(x) are the d
+features that the client's model computes for its head. N(x) are the k training examples of the
+client whose features z_j are nearest to z(x):
+
+  w_k ← w_k − η ∇f(w_k; B), and w ← Σ_k n_k w_k / Σ_k n_k: FedAvg
+  h_c(x) = Σ_{j in N(x), y_j = c} s_j / Σ_{j in N(x)} s_j,   s_j = exp(−‖z(x) − z_j‖²/(d σ))
+  output: λ h(x) + (1 − λ) softmax(w; x)
+
+Deviations: λ is the same for all clients; the paper selects it for each client. The distance of
+features is the squared one divided by d, as in the authors' code. All training examples are
+stored; the paper also studies fewer. A client with fewer than k examples uses all of them.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl.algorithms.fedavg import fedavg
+from fedjax_pfl.algorithms.shared.method import Method
+from fedjax_pfl.core import local_training
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Federation,
+    PyTree,
+    State,
+)
+from fedjax_pfl.core.errors import UsageError, require, require_above, require_at_least
+from fedjax_pfl.core.examples import ClientData, take
+from fedjax_pfl.networks import features
+
+_BATCH = 128  # examples whose features are computed at a time
+_EPSILON = 1e-9  # least probability of a class, which is 0 if λ is 1 and no neighbour has it
+
+
+@dataclasses.dataclass(frozen=True)
+class NeighbourMixture:
+    """A network mixed with the labels of stored examples, whose outputs are log-probabilities."""
+
+    network: Any
+    neighbours: int
+    weight: Any
+    scale: Any
+
+    def memorise(self, variables: PyTree, data: ClientData) -> PyTree:
+        """Adds `memory` to a network's variables: the client's training examples.
+
+        It holds features [n, d], labels [n] and `stored`, bool [n], which is False for padding. The
+        client's `classes`, bool [C] or None, are added too.
+        """
+        rows, size = data.train
+        batch_size = min(_BATCH, rows.shape[0])
+        rows = jnp.pad(rows, (0, -rows.shape[0] % batch_size))
+        stored = jnp.arange(rows.shape[0]) < size
+
+        def features_and_labels(batch: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            examples = take(data, *batch)
+            z = features.WithFeatures(self.network).apply(variables, examples.x)[1]
+            return z, examples.y
+
+        batches = rows.reshape(-1, batch_size), stored.reshape(-1, batch_size)
+        z, y = jax.lax.map(features_and_labels, batches)
+        z, y = z.reshape(-1, z.shape[-1]), y.reshape(-1)
+        memory = {"features": z, "labels": y, "stored": stored}
+        return {**variables, "memory": memory, "classes": data.classes}
+
+    def apply(self, variables: PyTree, x: jax.Array) -> jax.Array:
+        """Returns log-probabilities of classes, [B, C].
+
+        Args:
+          variables: Result of `memorise`.
+          x: Examples.
+        """
+        memory, classes = variables["memory"], variables.get("classes")
+        network_variables = {n: v for n, v in variables.items() if n not in ("memory", "classes")}
+        outputs, z = features.WithFeatures(self.network).apply(network_variables, x)
+        if classes is not None:
+            outputs = jnp.where(classes[None], outputs, -1e9)
+        difference = z[:, None] - memory["features"][None]
+        similarity = -jnp.mean(jnp.square(difference), -1) / self.scale
+        similarity = jnp.where(memory["stored"][None], similarity, -1e9)
+        nearest, places = jax.lax.top_k(similarity, min(self.neighbours, similarity.shape[1]))
+        shares = jax.nn.softmax(nearest)
+        labels = jax.nn.one_hot(memory["labels"][places], outputs.shape[-1])
+        neighbours = jnp.einsum("bk,bkc->bc", shares, labels, precision="highest")
+        weight = jnp.where(jnp.any(memory["stored"]), self.weight, 0.0)
+        mixture = weight * neighbours + (1 - weight) * jax.nn.softmax(outputs)
+        return jnp.log(jnp.maximum(mixture, _EPSILON))
+
+
+def knn_per(
+    model: Any,
+    training: local_training.Training,
+    federation: Federation,
+    *,
+    neighbours: int = 10,
+    weight: float = 0.5,
+    scale: float = 1.0,
+) -> Algorithm:
+    """Creates kNN-Per, for classification. The state is that of FedAvg.
+
+    Args:
+      neighbours: k, the number of training examples that a prediction reads.
+      weight: λ, the weight of their labels; 0 is FedAvg.
+      scale: σ, which divides the distances; with a large one the neighbours have equal weights.
+    """
+    require_at_least("knn_per.neighbours", neighbours, 1)
+    require((weight >= 0) & (weight <= 1), f"knn_per.weight is {weight}; it is a share, 0 to 1")
+    require_above("knn_per.scale", scale, 0)
+    if not federation.task.has_classes:
+        raise UsageError("knn_per mixes probabilities of classes; choose a dataset with classes")
+    features.width("knn_per", model, federation)
+    base = fedavg(model, training, federation)
+    mixture = NeighbourMixture(model, neighbours, weight, scale)
+
+    def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
+        result = base.train(payload, client, ctx)
+        return result._replace(variables=mixture.memorise(result.variables, ctx.data))
+
+    def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:
+        return mixture.memorise(state.server, ctx.data)
+
+    return base._replace(train=train, personalize=personalize, predict=mixture.apply)
+
+
+KNN_PER = Method(knn_per, title="kNN-Per", paper="Marfoq et al. 2022")

@@ -1,0 +1,80 @@
+"""kNN-Per against NumPy, on the network (x A) B with features x A."""
+
+from functools import partial
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from fedjax_pfl.core.algorithm import State
+from tests.algorithms import linear
+from tests.algorithms.linear import HEAD, A, X, Y, deep
+
+QUERIES = np.array([[0.9, 0.4], [0.0, -0.2], [-2.0, 1.0], [0.1, 1.5]])
+NEIGHBOURS, WEIGHT, SCALE = 3, 0.3, 0.4
+
+
+def probabilities(a, head, neighbours=NEIGHBOURS, weight=WEIGHT):
+    """Returns the mixture as the paper writes it, for each query in turn."""
+    mixtures = []
+    for z in QUERIES @ a:
+        distances = np.sum((z - X @ a) ** 2, 1) / (2 * SCALE)
+        nearest = np.argsort(distances)[:neighbours]
+        similarities = np.exp(-distances[nearest])
+        labels = similarities @ np.eye(3)[Y[nearest]] / similarities.sum()
+        mixtures.append(weight * labels + (1 - weight) * linear.softmax(z[None] @ head)[0])
+    return np.array(mixtures)
+
+
+def make(**settings):
+    return linear.make_classifier("knn_per", scale=SCALE, **settings)
+
+
+def predict(algorithm, variables):
+    return np.exp(jax.jit(algorithm.predict)(variables, QUERIES.astype(np.float32)))
+
+
+def test_predictions_by_hand():
+    algorithm, data = make(neighbours=NEIGHBOURS, weight=WEIGHT)
+    ctx = linear.context(data)
+    served = jax.jit(algorithm.personalize)(State(deep(A, HEAD), (), ()), (), ctx)
+    expected = probabilities(A, HEAD)
+    np.testing.assert_allclose(predict(algorithm, served), expected, rtol=1e-5)
+    # After training: the client's model, and the features that it computes.
+    result = linear.train_client(algorithm, deep(A, HEAD), (), data)
+    plain, _ = linear.make_classifier("fedavg")
+    trained = linear.train_client(plain, deep(A, HEAD), (), data)
+    chex.assert_trees_all_equal(result.upload, trained.upload)
+    expected = probabilities(*linear.kernels(trained.upload))
+    np.testing.assert_allclose(predict(algorithm, result.variables), expected, rtol=1e-5)
+    # The traffic is FedAvg's: examples and features stay on the client.
+    assert algorithm.traffic(deep(A, HEAD), result.upload) == plain.traffic(
+        deep(A, HEAD), trained.upload
+    )
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_only_the_network_or_only_the_neighbours(weight):
+    """With more neighbours than examples, all four examples are neighbours."""
+    algorithm, data = make(neighbours=9, weight=weight)
+    served = algorithm.personalize(State(deep(A, HEAD), (), ()), (), linear.context(data))
+    expected = np.maximum(probabilities(A, HEAD, 4, weight), 1e-9)
+    np.testing.assert_allclose(predict(algorithm, served), expected, rtol=1e-5)
+
+
+def test_batches_of_stored_examples_and_other_clients_padding():
+    """The second client's rows are padded to 300, more than one batch of features."""
+    rng = np.random.default_rng(0)
+    xs, ys = [rng.normal(size=(300, 2)), X, np.zeros((0, 2))], [rng.integers(0, 3, 300), Y, Y[:0]]
+    algorithm, data = make(xs=xs, ys=ys, neighbours=NEIGHBOURS, weight=WEIGHT)
+    personalize = partial(algorithm.personalize, State(deep(A, HEAD), (), ()), ())
+    served = personalize(linear.context(data, 1))
+    np.testing.assert_allclose(predict(algorithm, served), probabilities(A, HEAD), rtol=1e-5)
+    memory = personalize(linear.context(data))["memory"]
+    np.testing.assert_allclose(memory["features"][:300], xs[0] @ A, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(memory["labels"][:300], ys[0])
+    # A client without examples uses the network alone.
+    served = personalize(linear.context(data, 2))
+    expected = probabilities(A, HEAD, weight=0.0)
+    np.testing.assert_allclose(predict(algorithm, served), expected, rtol=1e-5)
