@@ -1,7 +1,7 @@
-"""The documents as a site, by Sphinx; and what it takes from the code.
+"""Sphinx configuration of the documentation site.
 
-Pages are whole as they lie there: written.py puts in what the code says of itself. The pages of
-api/ and results/ are written anew in each build.
+docs/written.py writes the generated parts into the pages themselves. This file generates the pages
+of api/ and copies those of results/ at every build.
 """
 
 import ast
@@ -18,17 +18,17 @@ from typing import Any
 
 from fedjax_pfl.settings import configuration
 
-HERE = Path(__file__).parent
-RESULTS = HERE.parent / "experiments" / "results"
+DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / "experiments" / "results"
 
 project = "fedjax_pfl"
 extensions = ["myst_parser"]
 myst_heading_anchors = 3
-highlight_language = "none"  # of what is only indented
+highlight_language = "none"  # indented blocks without a language
 html_theme = "furo"
 html_title = project
 html_static_path = ["_static"]
-html_css_files = ["kept.css"]
+html_css_files = ["docstrings.css"]
 html_show_sphinx = html_show_copyright = html_copy_source = False
 
 API = {
@@ -85,10 +85,10 @@ API = {
     ],
 }
 
-# What a number keeps beside it in a table, however narrow a column is.
-BESIDE = re.compile(r"(?<=\d) (?=±|%|[kMGTP]?B\b|ms\b|x\b)|(?<=±) ")
+# Spaces between a number and its unit or deviation, where a table cell must not break.
+UNIT_SPACE = re.compile(r"(?<=\d) (?=±|%|[kMGTP]?B\b|ms\b|x\b)|(?<=±) ")
 
-# What pages link to in a clone, and where the site has it.
+# Link targets in a clone and on the site.
 LINKS = {
     "../../experiments/results/": "../results/",
     "../experiments/results/": "results/",
@@ -162,72 +162,72 @@ api/*
 
 
 def setup(app: Any) -> None:
-    """Write what is generated beside the pages; those are changed a little as they are read."""
+    """Writes api/ and results/, and adds navigation and site links to the pages that are read."""
     for folder in ("api", "results"):
-        shutil.rmtree(HERE / folder, ignore_errors=True)
-    (HERE / "api").mkdir()
+        shutil.rmtree(DOCS / folder, ignore_errors=True)
+    (DOCS / "api").mkdir()
     for title, modules in API.items():
-        text = "\n\n".join([f"# {title}", *map(module, modules)])
-        (HERE / "api" / f"{title.lower().replace(' ', '_')}.md").write_text(text)
-    shutil.copytree(RESULTS, HERE / "results")
+        text = "\n\n".join([f"# {title}", *map(module_page, modules)])
+        (DOCS / "api" / f"{title.lower().replace(' ', '_')}.md").write_text(text)
+    shutil.copytree(RESULTS, DOCS / "results")
     app.connect("source-read", _read)
 
 
 def _read(app: Any, name: str, source: list[str]) -> None:
-    """A page as the site has it: with navigation, and links to what is copied or generated."""
-    for there, here in LINKS.items():
-        source[0] = source[0].replace(f"]({there}", f"]({here}")
+    """Replaces the links of a page by those of the site, and adds navigation to the first page."""
+    for clone_link, site_link in LINKS.items():
+        source[0] = source[0].replace(f"]({clone_link}", f"]({site_link}")
     lines = source[0].split("\n")
-    source[0] = "\n".join(beside(line) if line.startswith("|") else line for line in lines)
+    source[0] = "\n".join(join_units(line) if line.startswith("|") else line for line in lines)
     if name == "index":
         source[0] += NAVIGATION
 
 
-def beside(row: str) -> str:
-    """A row of a table, whose numbers are not broken from their units and deviations."""
-    return BESIDE.sub("\N{NO-BREAK SPACE}", row)
+def join_units(row: str) -> str:
+    """Returns a table row with no-break spaces between numbers and their units or deviations."""
+    return UNIT_SPACE.sub("\N{NO-BREAK SPACE}", row)
 
 
-def module(name: str) -> str:
-    """A module's docstring and all that is public in it."""
-    made = importlib.import_module(name)
-    parts = [f"## `{name}`", _kept(inspect.getdoc(made) or "")]
-    for member, thing in _public(made):
-        parts += [f"### `{member}`", f"```python\n{_form(thing)}\n```"]
-        if said := inspect.getdoc(thing):
-            parts.append(_kept(said))
+def module_page(name: str) -> str:
+    """Returns the docstring of a module and its public functions and classes."""
+    module = importlib.import_module(name)
+    parts = [f"## `{name}`", _preformatted(inspect.getdoc(module) or "")]
+    for member, value in _public(module):
+        parts += [f"### `{member}`", f"```python\n{_signature(value)}\n```"]
+        if doc := inspect.getdoc(value):
+            parts.append(_preformatted(doc))
     return "\n\n".join(part for part in parts if part)
 
 
-def _public(made: ModuleType) -> Iterator[tuple[str, Any]]:
-    """Functions and classes that a module defines, or that it names in __all__."""
-    for name, thing in vars(made).items():
-        named = name in getattr(made, "__all__", ())
-        if not name.startswith("_") and (inspect.isclass(thing) or inspect.isfunction(thing)):
-            own = thing.__module__ == made.__name__
-            if own if not hasattr(made, "__all__") else named:
-                yield name, thing
+def _public(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    """Yields the functions and classes in a module's __all__, or without one those it defines."""
+    exported = getattr(module, "__all__", None)
+    for name, value in vars(module).items():
+        if name.startswith("_") or not (inspect.isclass(value) or inspect.isfunction(value)):
+            continue
+        if value.__module__ == module.__name__ if exported is None else name in exported:
+            yield name, value
 
 
-def _form(thing: Any) -> str:
-    """A function's signature, or a class with its fields and their comments."""
-    source = textwrap.dedent(inspect.getsource(thing))
+def _signature(member: Any) -> str:
+    """Returns a function's signature, or a class with its fields and their comments."""
+    source = textwrap.dedent(inspect.getsource(member))
     (node,) = ast.parse(source).body
     lines = source.splitlines()
     if isinstance(node, ast.ClassDef):
         fields = [n for n in node.body if isinstance(n, ast.AnnAssign)]
-        kept = [line for n in fields for line in lines[n.lineno - 1 : n.end_lineno]]
-        return "\n".join([f"class {node.name}:", *kept])
+        field_lines = [line for n in fields for line in lines[n.lineno - 1 : n.end_lineno]]
+        return "\n".join([f"class {node.name}:", *field_lines])
     if not isinstance(node, ast.FunctionDef):  # a lambda
         return source.strip()
     first = node.body[0].lineno - 1
     head = "\n".join(lines[node.lineno - 1 : first]).rstrip().removesuffix(":")
-    return head.replace(f"def {node.name}(", f"def {thing.__name__}(", 1)
+    return head.replace(f"def {node.name}(", f"def {member.__name__}(", 1)
 
 
-def _kept(text: str) -> str:
-    """Text with its lines and columns; blank lines would end the block in Markdown."""
+def _preformatted(text: str) -> str:
+    """Returns text as HTML that keeps its lines; a blank line would end the block in Markdown."""
     escaped = html.escape(text).replace("\n\n", "\n&#8203;\n")
     for mark in "*_`[]{}\\|~":
         escaped = escaped.replace(mark, f"&#{ord(mark)};")
-    return f'<div class="kept">{escaped}</div>'
+    return f'<div class="docstring">{escaped}</div>'

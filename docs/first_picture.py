@@ -1,6 +1,8 @@
-"""The README's picture: a run's report beside the benchmark. python docs/first_picture.py REPORT
+"""Draws the picture of the README: a report next to the benchmark.
 
-REPORT is a report.html, here of the README's FedAvg; a browser, chromium, has to be there.
+    python docs/first_picture.py REPORT
+
+REPORT is the report.html of the README's FedAvg run. Requires the browser chromium.
 """
 
 import subprocess
@@ -10,14 +12,14 @@ from pathlib import Path
 
 from PIL import Image
 
-HERE = Path(__file__).parent
-BENCHMARK = HERE.parent / "experiments" / "results" / "benchmark-cpu.png"
+DOCS = Path(__file__).parent
+BENCHMARK = DOCS.parent / "experiments" / "results" / "benchmark-cpu.png"
 WIDTH, HEIGHT, MARGIN = 1600, 720, 24
 QUIET = "--disable-background-networking --disable-component-update --disable-sync --disable-gpu"
 
 
 def screenshot(report: Path, file: Path) -> Image.Image:
-    """The top of a report, as wide as its columns need."""
+    """Returns an image of the top of a report."""
     flags = f"--headless --no-sandbox --no-first-run --hide-scrollbars {QUIET}".split()
     size = ["--window-size=1100,940", f"--screenshot={file}"]
     subprocess.run(
@@ -30,7 +32,7 @@ def screenshot(report: Path, file: Path) -> Image.Image:
 
 
 def main(report: Path) -> None:
-    """Draw both side by side into docs/first_picture.png."""
+    """Writes docs/first_picture.png."""
     with tempfile.TemporaryDirectory() as folder:
         left = screenshot(report, Path(folder, "report.png"))
     right = Image.open(BENCHMARK).convert("RGB")
@@ -40,7 +42,7 @@ def main(report: Path) -> None:
     room = WIDTH - left.width - 2 * MARGIN
     right = right.resize((room, room * right.height // right.width), Image.Resampling.LANCZOS)
     page.paste(right, (left.width + MARGIN, (HEIGHT - right.height) // 2))
-    page.save(HERE / "first_picture.png", optimize=True)
+    page.save(DOCS / "first_picture.png", optimize=True)
 
 
 if __name__ == "__main__":

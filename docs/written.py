@@ -1,6 +1,6 @@
 """Generates the parts of pages that come from the code: python docs/written.py
 
-A page holds <!-- begin MARK WORD ... -->, the generated text, and <!-- end -->. The marks are
+A page holds <!-- begin MARK ARGUMENT ... -->, the generated text, and <!-- end -->. The marks are
 docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., listing KIND, options KIND,
 tables, speed FILE, libraries FILE, accuracies FILE, leaderboard COLUMN, stress, summary,
 cells TABLE COLUMN,... ROW ....
@@ -24,8 +24,8 @@ from fedjax_pfl.report import leaderboard as board
 from fedjax_pfl.report import text_tables
 from fedjax_pfl.settings import configuration, listing
 
-HERE = Path(__file__).parent
-RESULTS = HERE.parent / "experiments" / "results"
+DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / "experiments" / "results"
 TRAINING = (
     "partition",
     "model",
@@ -54,8 +54,8 @@ def update(page: str) -> str:
     """Returns the text of a page with its generated parts rewritten."""
 
     def generate(match: re.Match[str]) -> str:
-        begin, (mark, *words), end = match[1], match[2].split(), match[3]
-        return f"{begin}\n\n{MARKS[mark](*words).strip()}\n\n{end}"
+        begin, (mark, *arguments), end = match[1], match[2].split(), match[3]
+        return f"{begin}\n\n{MARKS[mark](*arguments).strip()}\n\n{end}"
 
     return re.sub(r"^(<!-- begin (.+?) -->)$.*?^(<!-- end -->)$", generate, page, flags=re.M | re.S)
 
@@ -184,7 +184,7 @@ def leaderboard(name: str) -> str:
 
 def stress() -> str:
     """Returns the table of faults and of the runs that survived them."""
-    record = json.loads((HERE.parent / "tests" / "stress" / "measured.json").read_text())
+    record = json.loads((DOCS.parent / "tests" / "stress" / "measured.json").read_text())
     rows = [
         [kind, str(tried), str(survived), str(lost), part["date"], note]
         for part in record.values()
@@ -207,9 +207,9 @@ def cells(name: str, columns: str, *rows: str) -> str:
       columns: Its columns, joined with commas.
       *rows: Its rows. Default: all; a line then names those that were not run.
     """
-    chosen = columns.split(",")
-    table = text_tables.markdown(agreement.comparison(RESULTS, TABLES, name, chosen, rows))
-    missing = [] if rows else agreement.not_run(RESULTS, TABLES, name, chosen)
+    column_names = columns.split(",")
+    table = text_tables.markdown(agreement.comparison(RESULTS, TABLES, name, column_names, rows))
+    missing = [] if rows else agreement.not_run(RESULTS, TABLES, name, column_names)
     return f"{table}\n\nNot run: {', '.join(missing)}." if missing else table
 
 
@@ -231,7 +231,7 @@ MARKS: dict[str, Callable[..., str]] = {
 
 
 if __name__ == "__main__":
-    for path in [*sorted(HERE.glob("*.md")), *sorted(RESULTS.glob("*.md"))]:
+    for path in [*sorted(DOCS.glob("*.md")), *sorted(RESULTS.glob("*.md"))]:
         text = path.read_text()
         if (new := update(text)) != text:
             path.write_text(new)

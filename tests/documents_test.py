@@ -246,7 +246,7 @@ def test_settings_of_methods_that_a_page_names_exist(page):
 
 @pytest.fixture(scope="module")
 def site():
-    """docs/conf.py, which needs no Sphinx."""
+    """Imports docs/conf.py, which does not need Sphinx."""
     return documents.script("conf")
 
 
@@ -330,14 +330,14 @@ def test_the_site_has_its_own_places_for_what_lies_elsewhere(site):
 def test_numbers_in_tables_are_not_broken_from_what_belongs_to_them(site):
     row = "| Local, 10 x 4 | 59.44 ± .40 | 485 kB | 100 % | 3 Bern | 2 of 3 |"
     kept = "| Local, 10~x 4 | 59.44~±~.40 | 485~kB | 100~% | 3 Bern | 2 of 3 |"
-    assert site.beside(row) == kept.replace("~", "\N{NO-BREAK SPACE}")
+    assert site.join_units(row) == kept.replace("~", "\N{NO-BREAK SPACE}")
     source = [f"5 kB\n{row}"]
     site._read(None, "speed", source)
     assert source[0].startswith("5 kB\n| Local, 10\N{NO-BREAK SPACE}x")
 
 
 def test_the_reference_has_every_method_and_what_is_public(site):
-    text = "\n".join(site.module(name) for modules in site.API.values() for name in modules)
+    text = "\n".join(site.module_page(name) for modules in site.API.values() for name in modules)
     for name in algorithms.METHODS:
         assert f"### `{name}`\n\n```python\ndef {name}(" in text
     assert "### `run`" in text
