@@ -1,4 +1,4 @@
-"""Compares methods with those of other libraries, by parameters or by accuracy.
+"""Compares methods with other libraries, by parameters or by accuracy.
 
 python -m experiments.agree --pfllib=CHECKOUT --fl_bench=CHECKOUT
                             --pfllib_python=PYTHON --fl_bench_python=PYTHON
@@ -32,7 +32,7 @@ from fedjax_pfl.report import text_tables
 from fedjax_pfl.settings import configuration
 
 LIBRARIES = ("pfllib", "fl_bench")
-SAME = 1e-4  # relative distances below are rounding: float32 sums in another order
+ROUNDING = 1e-4  # smaller relative distances come from the order of float32 sums
 
 
 class Gap(NamedTuple):
@@ -52,7 +52,7 @@ def gap(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], t: int
 
     Args:
       ours: Parameters of this library by ROUND/OWNER/NAME.
-      theirs: Parameters of the other library, by the same names.
+      theirs: Parameters of the rival, by the same names.
       t: Number of rounds.
     """
 
@@ -78,7 +78,7 @@ def verdict(first: Gap, last: Gap, theirs: Theirs) -> dict[str, Any]:
       theirs: The method in the other library.
     """
     entry = {"after 1": first._asdict(), "after all": last._asdict()}
-    if max(first.worst, last.worst) < SAME:
+    if max(first.worst, last.worst) < ROUNDING:
         return {**entry, "verdict": "same"}
     return {**entry, "verdict": "differs", "why": theirs.why}
 

@@ -247,7 +247,7 @@ def main(argv: Sequence[str]) -> None:
     measured_with = provenance(flag_values.note)
 
     def write() -> None:
-        """Writes the results so far, so that an interrupted measurement keeps them."""
+        """Writes the results so far, in case the measurement is interrupted."""
         items = results["items"]
         results["items"] = {name: items[name] for name in _ITEMS if name in items}
         optional = ("layouts", "profiles")

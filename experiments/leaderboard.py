@@ -6,9 +6,9 @@ python -m experiments.leaderboard --only_show               prints existing resu
 
 Each method is tried with --budget points of its grid on validation examples, for one seed. The best
 point is run with other seeds and scored on test examples before and after local training. Run the
-same command again to resume. Results are added to those of earlier calls after every method. The
-folder --out has all runs, leaderboard.json, a text, a picture of each split, and a page with
-sortable tables.
+same command again to resume. Results of earlier calls stay, and each method is added when it is
+finished. The folder --out has all runs, leaderboard.json, a text, a picture of each split, and a
+page with sortable tables.
 """
 
 import sys

@@ -5,8 +5,8 @@ python -m experiments.many_clients --clients=100,10000,1000000 --methods=fedper,
 Each number of clients runs in its own process: LeNet on 32x32x3 images, or with --model=mlp the MLP
 on 8x8 images. A client has 40 training and 10 test images, sampled from a shared pool of 20,000,
 and takes two steps of 20 per round, in cohorts of 100. One round warms up; then follow --rounds
-rounds and an evaluation. In turns with them runs the same step with ten clients on the device.
-Times are CPU seconds of all cores, so that other work on the machine does not count.
+rounds and an evaluation. The same step with ten clients on the device runs in turns with them.
+Times are CPU seconds of all cores, which excludes other work on the machine.
 
 --pfllib=CHECKOUT and --fl_bench=CHECKOUT measure instead the memory that those libraries need for
 two rounds of FedAvg on LeNet, up to --most GiB each.

@@ -167,7 +167,7 @@ def _missing(dataset: str, data_dir: str | None) -> str:
 
 
 def jobs(plan: Sequence[Plan], seeds: int) -> Iterator[tuple[Plan, ConfigDict]]:
-    """Yields all runs, seed by seed, so that the whole table has one seed before any has two."""
+    """Yields all runs, seed by seed: every cell has one seed before any cell has two."""
     for seed in range(seeds):
         for item in plan:
             if item.config is not None:

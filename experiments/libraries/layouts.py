@@ -15,7 +15,7 @@ from fedjax_pfl.report.text_tables import Table
 from fedjax_pfl.settings.general import SETTINGS
 
 LOWERINGS = tuple(name for name in SETTINGS["conv"].choices if name != "auto")
-PRECISIONS = {"float32": "highest", "bfloat16": "BF16_BF16_F32"}  # besides JAX's default
+PRECISIONS = {"float32": "highest", "bfloat16": "BF16_BF16_F32"}  # added to the default of JAX
 _BATCH = 32
 
 

@@ -1,8 +1,7 @@
 """Methods that are compared with other libraries: their settings, and why some results differ.
 
-A method's `ours` are settings of this library; `Theirs` has the same settings by the names of the
-other library. `why` tells which code of the other library makes the difference, and which of both
-follows the paper.
+`Method.ours` are settings of this library. `Theirs` has the same settings by a rival's names.
+`Theirs.why` tells which code of the rival differs, and which library follows the paper.
 """
 
 from collections.abc import Mapping

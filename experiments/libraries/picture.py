@@ -19,7 +19,7 @@ def draw(
 
     Args:
       points: Milliseconds by library and number of clients.
-      names: Titles of the other libraries.
+      names: Titles of the rivals.
       caption: Text below the axes, such as the machine.
     """
     figure, axes = drawing.new_axes("LeNet: time of one client step", 4.4)

@@ -210,7 +210,7 @@ def flops(network: Any) -> float:
 
 
 def peak() -> float:
-    """Measures the FLOP/s of a float32 matrix product on all devices at once; the best of three."""
+    """Measures the FLOP/s of a float32 matrix product on all devices; the best of three tries."""
     side = _SIDE.get(jax.default_backend(), _LARGE)
     devices = jax.devices()
     matrices = [jax.device_put(jnp.ones((side, side), jnp.float32), device) for device in devices]

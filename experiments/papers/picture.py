@@ -12,13 +12,13 @@ from fedjax_pfl.algorithms import VARIANT
 from fedjax_pfl.report import drawing
 
 Curves = dict[str, dict[str, Any]]  # by "row/column" and seed
-ON_CURVES = (accuracy, after, best)  # measures that lie on the curves
+ON_CURVES = (accuracy, after, best)  # measures whose values are on the curves
 
 
 def picture(name: str, table: Table, curves: Curves) -> Figure | None:
     """Draws accuracy over rounds, a panel per column, with the published numbers at the right.
 
-    Columns of one dataset share a scale. A column has a panel if its measure lies on the curves.
+    Columns of one dataset share a scale. A column has a panel if its measure is in `ON_CURVES`.
 
     Args:
       name: Name of the table.

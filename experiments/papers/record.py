@@ -37,7 +37,7 @@ class CellRuns(NamedTuple):
 def find(table: Table, folder: Path) -> list[CellRuns]:
     """Returns the cells with finished runs in a folder, none of them longer than published.
 
-    Of several runs with one seed it takes the one whose partition has the same seed.
+    If several runs have the same seed, the run whose partition has that seed too is used.
     """
     defaults = run_reader.default_settings()
     runs: dict[str, dict[int, dict[int, run_reader.Run]]] = {}
@@ -134,13 +134,13 @@ def _record_table(
 def _cell_entry(
     table: Table, place: tuple[str, str, str], new: CellRuns, old: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns a cell's entry, with the seeds of its old entry if that has as many rounds.
+    """Returns a cell's entry; it keeps the seeds of an old entry with the same number of rounds.
 
     Args:
       table: The table.
       place: Table, row and column of the cell.
       new: Its new runs.
-      old: Its old entry if it has as many rounds, or {}.
+      old: Its old entry if that has the same number of rounds, otherwise {}.
     """
     entry: dict[str, Any] = dict(zip(("table", "row", "column"), place, strict=True))
     for key, measure in zip(("ours", "beside"), table.measures(new.cell.column), strict=True):

@@ -86,7 +86,7 @@ def runs(
     Args:
       config: The settings.
       name: Name of the runs' directories.
-      rounds: Number of rounds. Default: that of the settings.
+      rounds: Number of rounds. Default: `config.rounds`.
       components: User-defined dataset or algorithm, as for `runner.run`.
     """
     return [
@@ -106,7 +106,7 @@ def scope(short: Any, paper: Any) -> Any:
 
 
 def select_methods(rows: Collection[str], short: Sequence[str] = ()) -> list[str]:
-    """Returns the methods of --methods; by default those of `short`, or with --paper all."""
+    """Returns the methods of --methods. Default: `short`, or with --paper all rows."""
     if unknown := set(METHODS.value) - set(rows):
         raise UsageError(f"this study has no method {', '.join(sorted(unknown))}")
     return METHODS.value or list(scope(short or rows, rows))
@@ -203,7 +203,7 @@ def as_tables(numbers: Mapping[str, Any]) -> list[Table]:
 def _rows(
     numbers: Mapping[str, Any], path: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
-    """Yields each group's own numbers, then those of the groups in it."""
+    """Yields the numbers of each group, then the groups inside it."""
     groups = {  # a mean with its deviation is not a group
         name: v
         for name, v in numbers.items()

@@ -121,8 +121,8 @@ def accuracy_over(is_counted: Callable[[Mapping[str, Any], int], bool], when: st
 
     Args:
       is_counted: Takes a client's row and the number of clients; True if the client counts.
-      when: before or after, at the last evaluation; best_before or best_after, at the one with the
-        best validation score. Without validation examples that is the last one.
+      when: before or after, for the last evaluation; best_before or best_after, for the evaluation
+        with the best validation score. Without validation examples that is the last one.
     """
     last = when.removeprefix("best_")
 
@@ -140,7 +140,7 @@ def accuracy_over(is_counted: Callable[[Mapping[str, Any], int], bool], when: st
 
 
 def plateau(run: Any, when: str = "before") -> str:
-    """Tells if the last quarter of the evaluations is within half a point of the one before."""
+    """Tells if the last quarter of the evaluations is within half a point of the third quarter."""
     curve = [100 * line[when]["accuracy_mean"] for line in run.metrics]
     quarter = len(curve) // 4
     if not quarter:

@@ -6,7 +6,7 @@ python -m experiments.studies factorized_fl figure6 --dataset=mnist --setting=pe
 domains, and wN for a ResNet9 with N kernels in its first layer. Accuracy is after local training.
 
 Each runs 20 rounds on digits with 10 clients. --paper uses the paper's data, 20 clients, and its 50
-rounds (100 between domains), with all methods and values of the figure. Flags that you set win.
+rounds (100 between domains), with all methods and values of the figure. Other flags override it.
 
 figure6     accuracy over rounds, and over bytes; --methods=local,fedavg,beta chooses
 similarity  figures 7a to 7f: cosines of u and of v over rounds, and how often clients are matched
@@ -142,7 +142,7 @@ def tau() -> tuple[dict[str, Any], Figure]:
 
 
 def layout() -> tuple[dict[str, Any], Figure]:
-    """Varies how a kernel becomes a matrix, of which u and v are the factors."""
+    """Varies how a kernel is reshaped to the matrix that u and v factorise."""
     return _compare("layout", {v: config(layout=v) for v in ("kernel", "mixed", "oihw")})
 
 
@@ -154,7 +154,7 @@ def architectures() -> tuple[dict[str, Any], Figure]:
         "convolutional": (convolutions, {"batch_norm": False}),
         "with BatchNorm": (convolutions, {"batch_norm": True}),
     }
-    if DATASET.value != "digits":  # whose 8 pixels are fewer than ResNet9 needs
+    if DATASET.value != "digits":  # 8x8 images are too small for ResNet9
         networks["with skip connections"] = ("resnet9", {})
     variants = {}
     for name, (model, model_settings) in networks.items():
@@ -185,7 +185,7 @@ def sparsity() -> tuple[dict[str, Any], Figure]:
 def grouping(similarity: np.ndarray, truth: np.ndarray) -> float:
     """Returns the adjusted Rand index of complete linkage on 1 − similarity [N, N].
 
-    The tree is cut into as many clusters as `truth` [N] has.
+    The tree is cut into the number of clusters in `truth` [N].
     """
     distance = np.clip(1 - similarity, 0, None)
     upper = distance[np.triu_indices(len(distance), 1)]

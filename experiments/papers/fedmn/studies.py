@@ -1,13 +1,13 @@
-"""The FedMN paper's figure, and what its routes look like. Tables: experiments.reproduce.
+"""The figure of the FedMN paper, and studies of its routes. Tables: experiments.reproduce.
 
 python -m experiments.studies fedmn grouping --dataset=digits --seeds=3 --rounds=60
 
-Each has 60 rounds, figure2 the paper's 20; with --paper they have 150 and figure2 has its 20.
+figure2 has 20 rounds, as in the paper. The others have 60, or 150 with --paper.
 
-figure2   accuracy against traffic: FedMN with 1 x a x b blocks, FedAvg on MLPs as deep; --blocks=8,
-          and with --paper --blocks=8,9,10
+figure2   accuracy against traffic: FedMN with 1 x a x b blocks, FedAvg on MLPs of the same depth;
+          --blocks=8, and with --paper --blocks=8,9,10
 paths     the routes by which each client is served
-grouping  clients in groups with classes of their own: do routes find the groups?
+grouping  three groups of clients with disjoint classes: do routes find the groups?
 conflict  two groups see the same images under different labels: FedMN, FedMN by correlation,
           Local, FedAvg and FedPer. --labels=other: of five classes, class c is c + 5 in the second
           group. --labels=next: of ten classes, each has the label of the next in the second group
@@ -37,7 +37,7 @@ from fedjax_pfl.runs import runner
 
 BLOCKS = flags.DEFINE_list("blocks", [], "Blocks and layers, in figure2. Default: 8.")
 LABELS = flags.DEFINE_enum(
-    "labels", "other", ["other", "next"], "What conflict's groups differ in."
+    "labels", "other", ["other", "next"], "How the labels of the groups in conflict differ."
 )
 BLUE, ORANGE = "#0072b2", "#d55e00"
 
@@ -149,13 +149,13 @@ def paths() -> tuple[dict[str, Any], Figure]:
 
 
 def grouped(pi: np.ndarray, true: np.ndarray) -> float:
-    """Returns the adjusted Rand index of average-linkage clusters of π, as many as groups."""
+    """Returns the adjusted Rand index of average-linkage clusters of π against the true groups."""
     clusters = fcluster(linkage(pi, "average"), len(np.unique(true)), "maxclust")
     return float(adjusted_rand_score(true, clusters))
 
 
 def grouping() -> tuple[dict[str, Any], Figure]:
-    """Clusters π of three groups of four clients, each with three classes of its own."""
+    """Clusters π of three groups of four clients; each group has three classes."""
     true = np.repeat(np.arange(3), 4)
     config = _config()
     config.update(partition="listed", clients=len(true), evaluate_after=False)

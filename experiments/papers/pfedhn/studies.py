@@ -2,8 +2,8 @@
 
 python -m experiments.studies pfedhn novel --dataset=cifar10 --rounds=1000 --seeds=3
 
---rounds is the number of communication steps. LG-FedAvg gets a fifth more; Local trains each client
-for two fifths as many local steps as there are rounds. A study has 60 steps on the embedded digits,
+--rounds is the number of communication steps. LG-FedAvg gets 1.2 times that number. Local trains
+each client for 0.4 times that number of local steps. A study has 60 steps on the embedded digits,
 with few values and methods. --paper sets the paper's 5,000, its dataset, clients, three seeds,
 values and methods.
 

@@ -25,7 +25,7 @@ from fedjax_pfl.core.algorithm import (
 
 
 def layer_cosines(theta: PyTree, i: Any, layers: LayerRows) -> jax.Array:
-    """Computes the cosine of each layer of client `i` with that of every client.
+    """Computes the cosine between each layer of client `i` and the same layer of every client.
 
     Args:
       theta: Stacked parameters, leaves of shape [N, ...].

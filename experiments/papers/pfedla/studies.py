@@ -12,7 +12,7 @@ figure5      weights of a client in the first, middle and last period
 figure6      eight clients in a chain of overlapping classes: alpha of each layer
 figure7      the weights of one client in all layers
 retained     accuracy and megabytes with k = 0, 1, 2, 3 retained layers, as a picture
-rates        the served model over a range of eta, beside Local, FedAvg and HeurpFedLA
+rates        the served model over a range of eta, with Local, FedAvg and HeurpFedLA
 compression  HeurpFedLA with quantised and sparsified uploads: accuracy against bytes
 """
 
@@ -37,14 +37,14 @@ BLUE, ORANGE = "#0072b2", "#d55e00"
 
 
 def _config(clients: int, **pfedla: Any) -> ConfigDict:
-    """Returns a preset with eta 0.5, so that all datasets of a figure have the same."""
+    """Returns a preset with eta 0.5, the same for all datasets of a figure."""
     config = presets.get_config(f"{DATASET.value}-n{clients}")
     config.pfedla.update({"rate": 0.5} | pfedla)
     return config
 
 
 def _listed(classes: Sequence[tuple[int, ...]], **pfedla: Any) -> ConfigDict:
-    """Returns settings with the given classes per client, and 600 images or what digits has."""
+    """Returns settings with the given classes per client, and 600 images, fewer for digits."""
     config = _config(len(classes), **pfedla)
     most = max(sum(c in client for client in classes) for c in range(10))
     config.partition = "listed"
@@ -128,7 +128,7 @@ def agreement(alpha: np.ndarray, overlap: np.ndarray) -> tuple[float, float, flo
 
 
 def figure6() -> tuple[dict[str, Any], Figure]:
-    """Alpha of eight clients whose neighbours share three of their four classes."""
+    """Trains eight clients whose neighbours share three of their four classes, and plots alpha."""
     classes = [tuple((i + c) % 10 for c in range(4)) for i in range(7)] + [(7, 8, 9, 0)]
     overlap = np.array([[len({*a} & {*b}) for b in classes] for a in classes])
     results = runs(_listed(classes), "figure6", ROUNDS.value)
