@@ -241,6 +241,12 @@ CASES = {
         training={"learning_rate": 0.03},
     ),
     "fedbabu": Case({"epochs": 1}, _only_body, _without(_HEAD)),
+    # The mean features go down in every round, and up in the first.
+    "feddbe": Case(
+        {"mean_momentum": 0.6},
+        _all_of(_moved, _matters("feddbe", "penalty", 0.0, 50.0)),
+        lambda model: (model + 4 * tiny.HIDDEN + 1, {model, model + 4 * tiny.HIDDEN}),
+    ),
     "feddyn": Case({"alpha": 0.5}, _moved_and(_mean_of_clients("drift", "g")), _without(0)),
     "fedproto": Case(
         {},

@@ -20,6 +20,7 @@ from fedjax_pfl.algorithms.fedavg import FEDAVG, fedavg
 from fedjax_pfl.algorithms.fedavg_plus import FEDAVG_PLUS, fedavg_plus
 from fedjax_pfl.algorithms.fedbabu import FEDBABU, fedbabu
 from fedjax_pfl.algorithms.fedbn import FEDBN, fedbn
+from fedjax_pfl.algorithms.feddbe import FEDDBE, feddbe
 from fedjax_pfl.algorithms.feddyn import FEDDYN, feddyn
 from fedjax_pfl.algorithms.fedem import FEDEM, fedem
 from fedjax_pfl.algorithms.fedfomo.method import FEDFOMO, fedfomo
@@ -60,6 +61,7 @@ METHODS: dict[str, Method] = {
         FEDAVG_PLUS,
         FEDBABU,
         FEDBN,
+        FEDDBE,
         FEDDYN,
         FEDEM,
         FEDFOMO,
@@ -102,6 +104,7 @@ __all__ = [
     "fedavg_plus",
     "fedbabu",
     "fedbn",
+    "feddbe",
     "feddyn",
     "fedem",
     "fedfomo",

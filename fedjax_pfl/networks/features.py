@@ -10,9 +10,13 @@ from fedjax_pfl.core.errors import UsageError
 
 
 class WithFeatures(NamedTuple):
-    """A network that returns (outputs [B, ...], features [B, d])."""
+    """A network that returns (outputs [B, ...], features [B, d]).
+
+    `shift` is a vector [d] that is added to the features before the head, or None.
+    """
 
     network: Any
+    shift: jax.Array | None = None
 
     def apply(self, variables: Any, x: jax.Array, *, mutable: Any = False, **options: Any) -> Any:
         """Returns (outputs, features), and updated collections if `mutable` is given."""
@@ -23,6 +27,8 @@ class WithFeatures(NamedTuple):
             name = "/".join(context.module.path)
             if context.method_name == "__call__" and name == head:
                 inputs.append(arguments[0])
+                if self.shift is not None:
+                    arguments = (arguments[0] + self.shift[None], *arguments[1:])
             return call(*arguments, **keywords)
 
         with nn.intercept_methods(record):

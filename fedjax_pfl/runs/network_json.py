@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from fedjax_pfl.algorithms.feddbe import Shifted
 from fedjax_pfl.algorithms.fedem import Mixture
 from fedjax_pfl.algorithms.fedmn.modular import Modular, Routed
 from fedjax_pfl.algorithms.fedproto import Nearest
@@ -24,6 +25,7 @@ NETWORKS: dict[str, Callable[..., Any]] = {
     "nearest": Nearest,
     "neighbour_mixture": NeighbourMixture,
     "routed": Routed,
+    "shifted": Shifted,
     "split_kernels": SplitKernels,
 }
 

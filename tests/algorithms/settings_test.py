@@ -52,6 +52,8 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("fedbabu", {"epochs": 0}, "at least 1"),
     ("fedbabu", {"rate": 0.0}, "above 0"),
     ("fedbabu", {"tune": "none"}, "all, head or body"),
+    ("feddbe", {"penalty": -1.0}, "at least 0"),
+    ("feddbe", {"mean_momentum": 0.0}, "at most 1"),
     ("feddyn", {"alpha": 0.0}, "above 0"),
     ("fedem", {"components": 0}, "at least 1"),
     ("fedfomo", {"peers": 6}, "choose 1 to 5"),
