@@ -17,6 +17,7 @@ class Setting:
     above: float | None = None  # exclusive lower bound
     below: float | None = None  # exclusive upper bound
     choices: tuple[str, ...] = ()
+    basic: bool = False  # one of the ten settings that are listed first
     per_phase: bool = False  # may differ between the phases of a run
     resumable: bool = False  # may change when a run is resumed, as it changes no result
     per_process: bool = False  # may differ between the processes of one run

@@ -23,9 +23,13 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
             "fedavg",
             "Federated learning method. Its settings are in the group of its name.",
             per_phase=True,
+            basic=True,
         ),
         "model": Setting(
-            "small", "Network. Its settings are in the group of its name.", per_phase=True
+            "small",
+            "Network. Its settings are in the group of its name.",
+            per_phase=True,
+            basic=True,
         ),
         "task": Setting("auto", "Learning task; auto: inferred from the type of the labels."),
         "metrics": Setting(
@@ -50,7 +54,9 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
         ),
     },
     "Data": {
-        "dataset": _data("digits", "Dataset. Its settings are in the group of its name."),
+        "dataset": _data(
+            "digits", "Dataset. Its settings are in the group of its name.", basic=True
+        ),
         "data_dir": _machine(
             str, "Directory of prepared tfds datasets; unset: TFDS_DATA_DIR.", per_process=True
         ),
@@ -59,7 +65,9 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
         ),
         "partition": _data(
             "classes",
-            "Split of the examples between clients. Its settings are in the group of its name.",
+            "Split of the examples between clients. Its settings are in the group of its name, "
+            "such as classes.per_client.",
+            basic=True,
         ),
         "partition_seed": _data(0, "Seed of the partition, independent of seed.", low=0),
         "split": _data(
@@ -90,7 +98,7 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
         ),
     },
     "Clients and rounds": {
-        "clients": _data(10, "Number of clients.", low=1),
+        "clients": _data(10, "Number of clients.", low=1, basic=True),
         "held_out": _data(
             0, "Number of clients, the last ones, that are evaluated but never train.", low=0
         ),
@@ -114,6 +122,7 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
             per_phase=True,
             budget=True,
             sets_participation=True,
+            basic=True,
         ),
         "dropout": Setting(
             0.0, "Probability that a sampled client never returns its update.", low=0, below=1
@@ -124,13 +133,14 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
             int,
             "Passes over the client's examples per round; unset, with local_steps unset too: 1.",
             low=1,
+            basic=True,
         ),
         "local_steps": _hyperparameter(
             int,
             "Gradient steps per round, the same number for every client; replaces local_epochs.",
             low=1,
         ),
-        "batch_size": _hyperparameter(32, "Examples per gradient step.", low=1),
+        "batch_size": _hyperparameter(32, "Examples per gradient step.", low=1, basic=True),
         "drop_last": _hyperparameter(
             False,
             "Drop the smaller last batch of an epoch, unless it is the only one. BatchNorm "
@@ -145,6 +155,7 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
             above=0,
             sweepable=True,
             used_with=("optimizer", _BUILTIN),
+            basic=True,
         ),
         "learning_rate_schedule": _hyperparameter(
             "constant",
@@ -281,6 +292,7 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
             "Seed of training: initial parameters, client sampling and batches.",
             low=0,
             budget=True,
+            basic=True,
         ),
         "seeds": Setting(
             1,

@@ -37,12 +37,15 @@ def command_help(method: str) -> str:
 
 def _settings() -> Iterator[str]:
     """Yields lines with the settings of every run, their defaults and meanings."""
-    defaults, settings = configuration.default(), general.SETTING_GROUPS
-    names = [name for group in settings.values() for name in group]
-    name_width = max(map(len, names)) + 2
-    indent = name_width + _default_width(defaults[name] for name in names)
+    defaults, settings = configuration.default(), general.SETTINGS
+    name_width = max(map(len, settings)) + 2
+    indent = name_width + _default_width(defaults[name] for name in settings)
+    sections = {"Basic": {name: settings[name] for name in general.settings_with("basic")}}
+    for title, group in general.SETTING_GROUPS.items():
+        advanced = {name: setting for name, setting in group.items() if not setting.basic}
+        sections[f"Advanced: {title.lower()}"] = advanced
     yield 'Settings of every run: --config.NAME=VALUE, or {"NAME": VALUE} in Python'
-    for title, group in settings.items():
+    for title, group in sections.items():
         yield f"  {title}"
         for name, setting in group.items():
             yield from _setting(name, defaults[name], setting.meaning, name_width, indent)

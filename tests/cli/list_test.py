@@ -129,6 +129,9 @@ def test_every_general_setting_has_its_default_and_its_meaning():
     components = {name for table in configuration.BUILTINS for name in table}
     assert set(names) == set(default) - components
     text = listing.listing("settings")
+    basic = re.findall(r"^    (\w+)", text.partition("  Advanced: ")[0], re.MULTILINE)
+    assert set(basic) == set(settings_with("basic"))
+    assert len(basic) == 10
     listed = dict(re.findall(r"^    (\w+) +(\S+ +\S.*)$", text, re.MULTILINE))
     for name in names:
         value, meaning = listed[name].split(maxsplit=1)
