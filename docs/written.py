@@ -1,7 +1,7 @@
 """Generates the parts of pages that come from the code: python docs/written.py
 
 A page holds <!-- begin MARK ARGUMENT ... -->, the generated text, and <!-- end -->. The marks are
-docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., listing KIND, options KIND,
+docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., listing KIND,
 tables, speed FILE, libraries FILE, accuracies FILE, leaderboard COLUMN, stress, summary,
 cells TABLE COLUMN,... ROW ....
 
@@ -117,22 +117,6 @@ def list_kind(name: str) -> str:
     return f"```text\n{listing.listing(name)}\n```"
 
 
-def options(name: str) -> str:
-    """Returns the settings of a kind, such as datasets. Equal settings share a row."""
-    _, factories = listing.TABLES[name]
-    defaults, owners = configuration.default(), dict[tuple[str, str, str], list[str]]()
-    for owner, factory in factories.items():
-        meanings = configuration.meanings(factory)
-        for key in configuration.factory_settings(factory):
-            shared = (key, _display(defaults[owner][key]), meanings[key])
-            owners.setdefault(shared, []).append(owner)
-    rows = [
-        [f"`{key}`", ", ".join(names), f"`{value}`", meaning]
-        for (key, value, meaning), names in owners.items()
-    ]
-    return _text_table(["of", "default", "meaning"], rows)
-
-
 def tables() -> str:
     """Returns the tables of the papers with their columns."""
     rows = [
@@ -218,7 +202,6 @@ MARKS: dict[str, Callable[..., str]] = {
     "settings": settings,
     "presets": presets,
     "listing": list_kind,
-    "options": options,
     "tables": tables,
     "speed": speed,
     "libraries": libraries,
