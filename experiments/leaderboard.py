@@ -68,6 +68,7 @@ GRIDS = {
     "feddyn": "feddyn.alpha=.01,.1",
     "fedem": "fedem.components=2,3",
     "fedfomo": "fedfomo.peers=3,5",
+    "fedlc": "fedlc.tau=.5,1,2",
     "fedpac": "fedpac.penalty=.1,1; fedpac.head_epochs=1,5",
     "fedprox": "fedprox.mu=.01,.1,1",
     "fedproto": "fedproto.penalty=.1,1; fedproto.decides=prototype,head",

@@ -275,6 +275,7 @@ CASES = {
     "knn_per": Case({"neighbours": 3}, _moved, _without(0)),
     "l2gd": Case({"pull": 0.4}, _all_of(_moved, _matters("l2gd", "pull", 0.0, 1.0)), _without(0)),
     "moon": Case({}, _all_of(_moved, _matters("moon", "mu", 0.0, 1.0)), _without(0)),
+    "fedlc": Case({}, _all_of(_moved, _matters("fedlc", "tau", 0.0, 1.0)), _without(0)),
     "pfedgraph": Case(
         {"alpha": 0.3, "penalty": 0.5},
         _all_of(_models_differ, _matters("pfedgraph", "penalty", 0.0, 1.0)),

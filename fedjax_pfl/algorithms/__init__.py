@@ -24,6 +24,7 @@ from fedjax_pfl.algorithms.feddbe import FEDDBE, feddbe
 from fedjax_pfl.algorithms.feddyn import FEDDYN, feddyn
 from fedjax_pfl.algorithms.fedem import FEDEM, fedem
 from fedjax_pfl.algorithms.fedfomo.method import FEDFOMO, fedfomo
+from fedjax_pfl.algorithms.fedlc import FEDLC, fedlc
 from fedjax_pfl.algorithms.fedmn.correlation_variant import FEDMN_CORRELATION, fedmn_correlation
 from fedjax_pfl.algorithms.fedmn.method import FEDMN, fedmn
 from fedjax_pfl.algorithms.fedpac import FEDPAC, fedpac
@@ -65,6 +66,7 @@ METHODS: dict[str, Method] = {
         FEDDYN,
         FEDEM,
         FEDFOMO,
+        FEDLC,
         FEDMN,
         FEDMN_CORRELATION,
         FEDPAC,
@@ -108,6 +110,7 @@ __all__ = [
     "feddyn",
     "fedem",
     "fedfomo",
+    "fedlc",
     "fedmn",
     "fedmn_correlation",
     "fedpac",

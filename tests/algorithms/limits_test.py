@@ -47,6 +47,7 @@ def after_rounds(name, rounds=2, **settings):
         ("fedamp", {"penalty": 0.0}, "local", 2),
         ("fedas", {"align_rate": 0.0}, "fedper", 1),
         ("feddbe", {}, "fedavg", 1),
+        ("fedlc", {"tau": 0.0}, "fedavg", 2),
         ("fedpac", {"penalty": 0.0, "head_epochs": 10}, "fedrep", 1),
         ("fedprox", {"mu": 0.0}, "fedavg", 2),
         ("fedproto", {"penalty": 0.0}, "local", 2),

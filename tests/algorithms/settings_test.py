@@ -61,6 +61,7 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("fedfomo", {"reference": "first"}, "start or last"),
     ("fedfomo", {"epsilon": 1.5}, "0 to 1"),
     ("fedfomo", {"epsilon_decay": -0.1}, "at least 0"),
+    ("fedlc", {"tau": -1.0}, "at least 0"),
     ("fedmn", {"layout": (3,)}, "two layers or more"),
     ("fedmn", {"layout": (2, 0, 2)}, "each with a block"),
     ("fedmn", {"gates": "open"}, "soft or hard"),
@@ -132,7 +133,7 @@ class WithoutHead(tiny.Net):
     head = "nothing"
 
 
-CLASSIFIERS = ("fedas", "fedem", "fedpac", "fedproto", "fedrod", "knn_per")
+CLASSIFIERS = ("fedas", "fedem", "fedlc", "fedpac", "fedproto", "fedrod", "knn_per")
 
 
 @pytest.mark.parametrize(
