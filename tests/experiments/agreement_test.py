@@ -1,4 +1,4 @@
-"""Agreement with the published numbers, on cells worked out by hand."""
+"""Tests of the agreement with published numbers, on small worked examples."""
 
 import json
 from pathlib import Path
@@ -26,13 +26,13 @@ TABLES = {"paper/table1": table(NUMBERS), "paper/table2": table({"local": {"a": 
 SPREAD_OF_4 = (-4.0, 0.0, 4.0)  # sample deviation 4
 
 
-def cell(row: str, column: str, ours: list[float], rounds: int, **more: Any) -> dict:
-    where = {"table": "paper/table1", "row": row, "column": column}
+def cell(row: str, column: str, ours: list[float], rounds: int, **entries: Any) -> dict:
+    place = {"table": "paper/table1", "row": row, "column": column}
     by_seed = {str(seed): value for seed, value in enumerate(ours)}
-    partitions = more.pop("partitions", range(len(ours)))
+    partitions = entries.pop("partitions", range(len(ours)))
     seeds = {str(seed): partition for seed, partition in enumerate(partitions)}
     lengths = {"rounds": rounds, "published_rounds": 600}
-    return where | {"ours": by_seed, "partition_seeds": seeds} | more | lengths
+    return place | {"ours": by_seed, "partition_seeds": seeds} | entries | lengths
 
 
 def write(folder: Path, *cells: dict) -> None:
@@ -56,14 +56,14 @@ def folder(tmp_path):
 
 def verdicts(folder: Path) -> dict[str, str]:
     cells = agreement.read(folder, TABLES)
-    return {f"{one.row}/{one.column}": one.verdict for one in cells}
+    return {f"{run_cell.row}/{run_cell.column}": run_cell.verdict for run_cell in cells}
 
 
-@pytest.mark.parametrize(("gap", "wanted"), [(5.0, "yes"), (5.01, "no"), (-5.0, "yes")])
-def test_a_cell_agrees_within_both_deviations_combined(gap, wanted, tmp_path):
+@pytest.mark.parametrize(("gap", "verdict"), [(5.0, "yes"), (5.01, "no"), (-5.0, "yes")])
+def test_a_cell_agrees_within_both_deviations_combined(gap, verdict, tmp_path):
     """Published 50 ± 3, ours with deviation 4: the root of 9 + 16 is 5."""
     write(tmp_path, cell("fedavg", "a", [50 + gap + x for x in SPREAD_OF_4], 600))
-    assert verdicts(tmp_path) == {"fedavg/a": wanted}
+    assert verdicts(tmp_path) == {"fedavg/a": verdict}
 
 
 def test_a_cell_of_fewer_than_three_seeds_or_without_a_published_deviation_has_no_verdict(folder):
@@ -71,8 +71,8 @@ def test_a_cell_of_fewer_than_three_seeds_or_without_a_published_deviation_has_n
     assert verdicts(folder) == {"fedavg/a": "few seeds", "local/b": "-"}
 
 
-def test_cells_are_counted_by_hand(folder):
-    """Six numbers are published, of which five were run; two have three seeds and a deviation.
+def test_summary_counts_cells(folder):
+    """Six numbers are published and five were run; two have three seeds and a deviation.
 
     FedAvg is at 55 ± 4 (published 50 ± 3), Local at 40.6 ± 0.4 (40 ± 0.5): both agree.
     """
@@ -89,10 +89,10 @@ def test_cells_are_counted_by_hand(folder):
     assert "paper/table2 1 0 0" in rows
 
 
-def test_cells_stand_beside_the_published_ones(folder):
-    (shown,) = agreement.comparison(folder, TABLES, "paper/table1", ["a", "b"])
-    assert shown.heads == ["published", "ours", "seeds", "partitions", "rounds", "agrees"]
-    assert shown.rows == [
+def test_comparison_with_published_cells(folder):
+    (comparison,) = agreement.comparison(folder, TABLES, "paper/table1", ["a", "b"])
+    assert comparison.heads == ["published", "ours", "seeds", "partitions", "rounds", "agrees"]
+    assert comparison.rows == [
         ["fedavg, a", "50.00 ± 3.00", "55.00 ± 4.00", "3", "1", "600 of 600", "yes"],
         ["fedavg, b", "60.00 ± 2.00", "57.00", "1", "1", "600 of 600", "few seeds"],
         ["local, a", "40.00 ± 0.50", "40.60 ± 0.40", "3", "3", "60 of 600", "yes"],
@@ -100,8 +100,8 @@ def test_cells_stand_beside_the_published_ones(folder):
         ["pfedla, a", "55.00 ± 1.00", "55.00", "1", "1", "60 of 600", "few seeds"],
         ["pfedla, b", "-", "1.00", "1", "1", "600 of 600", "-"],
     ]
-    (some,) = agreement.comparison(folder, TABLES, "paper/table1", ["b"], ["pfedla", "local"])
-    assert [row[0] for row in some.rows] == ["pfedla", "local"]
+    (two_rows,) = agreement.comparison(folder, TABLES, "paper/table1", ["b"], ["pfedla", "local"])
+    assert [row[0] for row in two_rows.rows] == ["pfedla", "local"]
     (second,) = agreement.comparison(folder, TABLES, "paper/table1", ["b"], ["fedavg"])
     assert second.heads[2] == "after"
     assert second.rows[0][3] == "58.00"
@@ -110,14 +110,14 @@ def test_cells_stand_beside_the_published_ones(folder):
 
 
 def test_rows_that_were_not_run_are_named(folder):
-    """Local was run in both columns; pFedLA's in b is not published."""
+    """Local was run in both columns; pFedLA has no published number in column b."""
     assert agreement.not_run(folder, TABLES, "paper/table1", ["a", "b"]) == []
     write(folder, cell("local", "a", [41.0], 60))
     assert agreement.not_run(folder, TABLES, "paper/table1", ["a"]) == ["fedavg", "pfedla"]
     assert agreement.not_run(folder, TABLES, "paper/table1", ["b"]) == ["fedavg", "local"]
 
 
-def test_what_is_wrong_is_one_line(tmp_path):
+def test_errors_of_the_cells_file(tmp_path):
     with pytest.raises(UsageError, match=r"has no cells.json"):
         agreement.summary(tmp_path, TABLES)
     write(tmp_path, cell("pfedlo", "a", [1.0], 60))

@@ -1,6 +1,6 @@
-"""What a step costs, the protocol with children that fail, the command, and one item in full.
+"""Tests of the benchmark: operation counts, the protocol with rivals, and the command.
 
-Nothing here depends on how long anything takes, but for children that hang.
+Only the test of a child that hangs depends on the time that something takes.
 """
 
 import json
@@ -22,14 +22,14 @@ from fedjax_pfl.networks import MLP, DropoutCNN, LeNet, ResNet9
 from tests.commands import message
 from tests.experiments.turns_test import item
 
-NO_TORCH = "NOT TESTED: PyTorch is not installed, so that nothing is known of the loop"
+NO_TORCH = "NOT TESTED: PyTorch is not installed, so the PyTorch loop cannot run"
 TINY = Work("MLP, tiny", network="mlp", clients=3, cohort=2, examples=8, epochs=2, batch=4)
 
-# What a step costs, and what others use.
+# Costs of a step, and use of the machine by other processes.
 
 
-def test_cores_that_others_use(monkeypatch):
-    """Of 200 ticks in all 150 were idle; a second's sleep is none of it."""
+def test_busy_cores_excludes_this_process(monkeypatch):
+    """150 of 200 ticks are idle on 4 cores, so one core is busy."""
     monkeypatch.setattr(work.os, "cpu_count", lambda: 4)
     ticks = iter([(1000, 2000), (1150, 2200)])
     monkeypatch.setattr(work, "_ticks", lambda: next(ticks))
@@ -38,8 +38,8 @@ def test_cores_that_others_use(monkeypatch):
     assert work.busy_cores(0.0) is None
 
 
-def test_operations_by_hand():
-    """Two for each multiply-add, three products for each layer, but two where images come in."""
+def test_flops_of_networks():
+    """Two operations per multiply-add; three products per layer, two in the first layer."""
     conv1, conv2 = 28 * 28 * 16 * (5 * 5 * 3), 10 * 10 * 32 * (5 * 5 * 16)
     dense = 800 * 120 + 120 * 84 + 84 * 10
     assert work.flops(LeNet()) == 2 * (2 * conv1 + 3 * (conv2 + dense)) == 12_084_720
@@ -48,12 +48,9 @@ def test_operations_by_hand():
     assert work.flops(DropoutCNN()) == 2 * (2 * conv1 + 3 * (conv2 + 12544 * 128 + 1280))
 
 
-def test_steps():
-    assert [work.WORKS[name].client_steps for name in ("lenet-10", "lenet-100", "lenet-1000")] == [
-        200,
-        2000,
-        20000,
-    ]
+def test_client_steps_of_workloads():
+    steps = [work.WORKS[f"lenet-{n}"].client_steps for n in (10, 100, 1000)]
+    assert steps == [200, 2000, 20000]
     assert work.WORKS["pfedhn"].client_steps == 2500
     assert work.WORKS["simulation"].client_steps == 250
     assert TINY.client_steps == 2 * 2 * 2
@@ -65,26 +62,26 @@ def test_steps():
 
 
 def child(tmp_path, code, limit=20.0):
-    """A child that says what `code` does."""
+    """Starts a child that runs `code`."""
     script = tmp_path / "fake.py"
     script.write_text("import sys, json, time\n" + textwrap.dedent(code))
     return Child([sys.executable, str(script)], {"n": 3}, limit)
 
 
-GOOD = """
+COUNTING_CHILD = """
     print(json.dumps({"ready": json.loads(sys.argv[1])}), flush=True)
     for n, line in enumerate(sys.stdin, 1):
         print(json.dumps({"seconds": n / 4}), flush=True)
 """
 
 
-def test_a_child_answers_each_time(tmp_path):
-    one = child(tmp_path, GOOD)
-    assert one.wait_until_ready() == {"n": 3}
-    assert [one.go(), one.go()] == [0.25, 0.5]
-    one.close()
-    one.close()
-    assert one._process.returncode is not None
+def test_a_child_answers_every_request(tmp_path):
+    process = child(tmp_path, COUNTING_CHILD)
+    assert process.wait_until_ready() == {"n": 3}
+    assert [process.go(), process.go()] == [0.25, 0.5]
+    process.close()
+    process.close()
+    assert process._process.returncode is not None
 
 
 @pytest.mark.parametrize(
@@ -98,11 +95,11 @@ def test_a_child_answers_each_time(tmp_path):
     ],
 )
 def test_a_child_that_is_not_ready(tmp_path, code, line):
-    one = child(tmp_path, code)
+    process = child(tmp_path, code)
     with pytest.raises(Gone) as caught:
-        one.wait_until_ready()
+        process.wait_until_ready()
     assert str(caught.value) == line
-    assert one._process.returncode is not None
+    assert process._process.returncode is not None
 
 
 @pytest.mark.parametrize(
@@ -115,24 +112,24 @@ def test_a_child_that_is_not_ready(tmp_path, code, line):
     ],
 )
 def test_a_child_that_fails_at_work(tmp_path, code, line):
-    one = child(tmp_path, f"print('{{\"ready\": {{}}}}', flush=True)\n{code}")
-    one.wait_until_ready()
+    process = child(tmp_path, f"print('{{\"ready\": {{}}}}', flush=True)\n{code}")
+    process.wait_until_ready()
     with pytest.raises(Gone) as caught:
-        one.go()
+        process.go()
     assert line in str(caught.value)
 
 
-def test_a_child_that_hangs_is_ended(tmp_path):
-    one = child(tmp_path, "time.sleep(600)", limit=0.5)
+def test_a_child_that_hangs_is_killed(tmp_path):
+    process = child(tmp_path, "time.sleep(600)", limit=0.5)
     with pytest.raises(Gone, match=r"^no answer in 0.5 s; --limit gives it longer$"):
-        one.wait_until_ready()
-    assert one._process.returncode is not None
+        process.wait_until_ready()
+    assert process._process.returncode is not None
 
 
-def test_our_side_of_the_protocol(tmp_path):
-    """What a rival prints does not disturb it; what cannot be imported is named."""
+def test_adapter_prints_and_missing_imports(tmp_path):
+    """Printed text does not disturb the protocol; a failed import is reported with its name."""
     (tmp_path / "child.py").write_text((rivals.ADAPTERS / "child.py").read_text())
-    ready = """
+    adapter = """
         import child
         def prepare(spec):
             print("noise")
@@ -141,12 +138,12 @@ def test_our_side_of_the_protocol(tmp_path):
             return {"n": spec["n"]}, lambda: print("more noise") or 1.5
         child.serve(prepare)
     """
-    one = child(tmp_path, ready)
-    assert (one.wait_until_ready(), one.go()) == ({"n": 3}, 1.5)
-    one.close()
+    process = child(tmp_path, adapter)
+    assert (process.wait_until_ready(), process.go()) == ({"n": 3}, 1.5)
+    process.close()
     with pytest.raises(Gone, match=r"it cannot be imported by .*: No module named 'nothing_such'"):
-        child(tmp_path, ready.replace('print("noise")', "import nothing_such")).wait_until_ready()
-    lacks = ready.replace(
+        child(tmp_path, adapter.replace('print("noise")', "import nothing_such")).wait_until_ready()
+    lacks = adapter.replace(
         'print("noise")', 'child.checkout({"checkout": "."}, "json", "no_a", "no_b")'
     )
     with pytest.raises(Gone, match=r"it needs no_a, no_b, which .* has not"):
@@ -161,8 +158,13 @@ def test_errors_are_one_line(tmp_path):
         benchmark.select_workloads, ["mlp", "lenet"]
     )
     assert benchmark.select_workloads(["compile", "mlp"]) == ["mlp", "compile"]
-    laid = ["layouts-lenet", "layouts-resnet9", "layouts-mlp"]
-    assert benchmark.select_workloads([]) == [*work.WORKS, *laid, *benchmark.PROFILES, "compile"]
+    layout_items = ["layouts-lenet", "layouts-resnet9", "layouts-mlp"]
+    assert benchmark.select_workloads([]) == [
+        *work.WORKS,
+        *layout_items,
+        *benchmark.PROFILES,
+        "compile",
+    ]
     line = message(rivals.checkout, "pfedhn", str(tmp_path))
     assert line.endswith("is no checkout of AvivSham/pFedHN: no experiments/pfedhn/trainer.py")
     assert message(rivals.python, "fedjax_python", "no/python") == (
@@ -174,76 +176,74 @@ def test_errors_are_one_line(tmp_path):
 WITH = {"note": "", "versions": {"jax": "1"}, "commit": "abc"}
 
 
-def test_a_measurement_is_added_to(tmp_path):
+def test_read_earlier_measurements(tmp_path):
     path = tmp_path / "out.json"
     assert benchmark.read_earlier(str(path)) == {}
     assert "name the file" in message(benchmark.read_earlier, None)
-    whole = {
+    results = {
         "items": {"mlp": {"clients": 1, **WITH}},
         "compile_seconds": {"pfedla": 1.0},
         "compile": {**WITH, "cores_of_others": [0.5, 0.5]},
         "layouts": {"lenet": {"clients": 2, **WITH}},
         "profiles": {"mlp": {"launches": 3, **WITH}},
     }
-    path.write_text(json.dumps({**whole, "machine": benchmark.machine()}))
-    assert benchmark.read_earlier(str(path)) == whole
-    # As it was once: of the whole.
+    path.write_text(json.dumps({**results, "machine": benchmark.machine()}))
+    assert benchmark.read_earlier(str(path)) == results
+    # Older files have one note and one commit for all items.
     old = {"items": {"mlp": {"clients": 1}}, "compile_seconds": {}, "machine": benchmark.machine()}
     path.write_text(json.dumps({**old, **WITH}))
-    assert benchmark.read_earlier(str(path))["items"] == whole["items"]
-    path.write_text(json.dumps({**whole, "machine": {"cores": 10**6}}))
+    assert benchmark.read_earlier(str(path))["items"] == results["items"]
+    path.write_text(json.dumps({**results, "machine": {"cores": 10**6}}))
     assert "was measured on another machine" in message(benchmark.read_earlier, str(path))
-    for wrong in ([], whole, {**whole, "items": [1], "machine": {}}, {**whole, "items": 1}):
+    for wrong in ([], results, {**results, "items": [1], "machine": {}}, {**results, "items": 1}):
         path.write_text(json.dumps(wrong))
         assert message(benchmark.read_earlier, str(path)) == (
             f"--add: {path} is no measurement of this command"
         )
 
 
-def test_items_of_several_measurements_say_with_what_each_was_measured():
+def test_conditions_differ_between_items():
     machine = {"backend": "cpu", "cores": 2, "kind": "A"}
-    what = {"date": "2000-01-01", "repeats": 3, **WITH}
+    old = {"date": "2000-01-01", "repeats": 3, **WITH}
 
-    def whole(**items):
+    def results(**items):
         return {"machine": machine, "items": items, "compile_seconds": {}}
 
-    alike = whole(mlp={**what, "note": "busy"}, pfedla={**what, "note": "busy"})
+    same_note = results(mlp={**old, "note": "busy"}, pfedla={**old, "note": "busy"})
     beginning = "2 cores A, 2000-01-01, 3 turns each"
-    assert benchmark.conditions(alike) == f"{beginning}; busy"
-    newer = {"note": "quiet", "versions": {"jax": "2"}, "commit": "def"}
-    mixed = whole(mlp=what, pfedla=what | newer)
+    assert benchmark.conditions(same_note) == f"{beginning}; busy"
+    new = old | {"note": "quiet", "versions": {"jax": "2"}, "commit": "def"}
+    mixed = results(mlp=old, pfedla=new)
     assert benchmark.conditions(mixed) == (
         f"{beginning}; quiet (pfedla); commit abc (mlp); commit def (pfedla); jax 1 (mlp); "
         "jax 2 (pfedla)"
     )
-    laid = {**whole(mlp=what), "layouts": {"lenet": what | newer}}
+    with_layouts = {**results(mlp=old), "layouts": {"lenet": new}}
     assert "; quiet (layouts-lenet); commit abc (mlp); commit def (layouts-lenet)" in (
-        benchmark.conditions(laid)
+        benchmark.conditions(with_layouts)
     )
-    compiled = {**whole(mlp=what), "compile_seconds": {"pfedla": 1.0}, "compile": what | newer}
-    assert "; quiet (compile); commit abc (mlp); commit def (compile)" in benchmark.conditions(
-        compiled
-    )
+    compiled = {**results(mlp=old), "compile_seconds": {"pfedla": 1.0}, "compile": new}
+    assert "; quiet (compile); commit abc (mlp); commit def" in benchmark.conditions(compiled)
 
 
-class Given(types.SimpleNamespace):
-    """Flags."""
+class Flags(types.SimpleNamespace):
+    """Stands for `flags.FLAGS`."""
 
     def __getitem__(self, name):
         return types.SimpleNamespace(value=getattr(self, name, None))
 
 
-def test_what_is_kept_keeps_what_it_was_measured_with(tmp_path, monkeypatch, capsys):
-    """The command, but for what takes time."""
-    path, seen = tmp_path / "out.json", {**item(), "date": "2000-01-01", "repeats": 3}
+def test_added_results_keep_their_conditions(tmp_path, monkeypatch, capsys):
+    """Runs the command with fixed results instead of measurements."""
+    path, measured = tmp_path / "out.json", {**item(), "date": "2000-01-01", "repeats": 3}
     old = {
         "machine": benchmark.machine(),
         "compile_seconds": {},
         "compile": {},
-        "items": {"mlp": {**seen, **WITH, "note": "old"}},
+        "items": {"mlp": {**measured, **WITH, "note": "old"}},
     }
     path.write_text(json.dumps(old))
-    given = Given(
+    flag_values = Flags(
         work=["lenet-10", "layouts-mlp"],
         device=None,
         list=False,
@@ -255,21 +255,21 @@ def test_what_is_kept_keeps_what_it_was_measured_with(tmp_path, monkeypatch, cap
         picture=str(tmp_path / "out.png"),
         note="new",
     )
-    monkeypatch.setattr(benchmark.flags, "FLAGS", given)
+    monkeypatch.setattr(benchmark.flags, "FLAGS", flag_values)
     monkeypatch.setattr(benchmark, "prepare_devices", lambda: None)
-    monkeypatch.setattr(benchmark, "measured", lambda *_, **__: dict(seen))
+    monkeypatch.setattr(benchmark, "measured", lambda *_, **__: dict(measured))
     keys = ("ms_per_client_step", "times_the_first")
     monkeypatch.setattr(layouts, "measured", lambda *of: {key: {str(of[:3]): 2.0} for key in keys})
     monkeypatch.setattr(benchmark.jax.config, "update", lambda *_: None)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     benchmark.main(["benchmark"])
     written = json.loads(path.read_text())
-    items, laid = written["items"], written["layouts"]["mlp"]
+    items, layout_times = written["items"], written["layouts"]["mlp"]
     times = {str(("mlp", layouts.SIZES["mlp"], 3)): 2.0}
-    assert laid["ms_per_client_step"] == times
-    assert laid.items() >= benchmark.provenance("new").items()
+    assert layout_times["ms_per_client_step"] == times
+    assert layout_times.items() >= benchmark.provenance("new").items()
     assert items["mlp"] == old["items"]["mlp"]
-    assert items["lenet-10"] == {**seen, **benchmark.provenance("new")}
+    assert items["lenet-10"] == {**measured, **benchmark.provenance("new")}
     out = capsys.readouterr().out
     assert "new (lenet-10, layouts-mlp); old (mlp); commit " in out
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
@@ -283,35 +283,35 @@ def test_every_rival_is_listed_with_its_items():
         assert (rivals.ADAPTERS / rival.script).is_file()
 
 
-def test_a_command_with_a_wrong_item():
-    asked = [sys.executable, "-m", "experiments.benchmark", "--work=nothing"]
-    told = subprocess.run(asked, capture_output=True, text=True, check=False)
-    assert (told.returncode, told.stdout) == (2, "")
-    assert told.stderr.splitlines()[-1].startswith("error: --work has 'nothing'; there are ")
+def test_command_with_an_unknown_workload():
+    command = [sys.executable, "-m", "experiments.benchmark", "--work=nothing"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.splitlines()[-1].startswith("error: --work has 'nothing'; there are ")
 
 
 @pytest.mark.slow("the benchmark's programs")
-def test_an_item_without_rivals_but_one_that_lacks_something(monkeypatch, capsys, tmp_path):
-    """End to end: the settings stand for the work that is named, and a rival's reason is told."""
+def test_results_of_a_workload_with_an_unavailable_rival(monkeypatch, capsys, tmp_path):
+    """The counts are those of the settings, and the report has the reason of the missing rival."""
     monkeypatch.setattr(work, "peak", lambda: 1e9)
     monkeypatch.setattr(work, "busy_cores", lambda: 0.5)
     script = tmp_path / "fake.py"
     script.write_text("""print('{"lacks": "a GPU"}')""")
     commands = {"fl_bench": ([sys.executable, str(script)], None)}
-    found = benchmark.measured("mlp", TINY, commands, repeats=3, limit=60.0)
-    assert found["parameters"] == work.parameters(MLP()) == 3072 * 200 + 200 + 2010
-    assert (found["client_steps"], found["missing"]) == (8, {"fl_bench": "a GPU"})
-    assert len(found["who"]["ours"]["all_seconds"]) == 3
-    assert found["cores_of_others"] == [0.5, 0.5]
+    results = benchmark.measured("mlp", TINY, commands, repeats=3, limit=60.0)
+    assert results["parameters"] == work.parameters(MLP()) == 3072 * 200 + 200 + 2010
+    assert (results["client_steps"], results["missing"]) == (8, {"fl_bench": "a GPU"})
+    assert len(results["who"]["ours"]["all_seconds"]) == 3
+    assert results["cores_of_others"] == [0.5, 0.5]
     assert capsys.readouterr().err == "mlp: FL-bench was not timed: a GPU\n"
-    whole = {
-        "items": {"mlp": {**found, "date": "2000-01-01"}},
+    record = {
+        "items": {"mlp": {**results, "date": "2000-01-01"}},
         "compile_seconds": {"pfedla": 3.0},
         "layouts": {"mlp": layouts.measured("mlp", layouts.Size(2, 1, ("patches",)), 1)},
         "note": "busy",
         "machine": benchmark.machine(),
     }
-    text = benchmark.report(json.loads(json.dumps(whole)))
+    text = benchmark.report(json.loads(json.dumps(record)))
     assert "nothing kept: pfedla 3.0 s." in text
     assert "mlp: products in bfloat16" in text
     assert text.endswith("2000-01-01, 3 turns each; busy")
@@ -319,15 +319,15 @@ def test_an_item_without_rivals_but_one_that_lacks_something(monkeypatch, capsys
 
 @pytest.fixture
 def steps(monkeypatch):
-    """The examples of each gradient step that a compiled program really takes, by their rows."""
-    taken, plain = [], local_training.take
+    """Records the rows and the mask of every gradient step that a compiled program takes."""
+    batches, take = [], local_training.take
 
-    def counted(data, rows, mask):
-        jax.debug.callback(lambda *each: taken.append(each), rows, mask)
-        return plain(data, rows, mask)
+    def recording_take(data, rows, mask):
+        jax.debug.callback(lambda *batch: batches.append(batch), rows, mask)
+        return take(data, rows, mask)
 
-    monkeypatch.setattr(local_training, "take", counted)
-    return taken
+    monkeypatch.setattr(local_training, "take", recording_take)
+    return batches
 
 
 HYPER = Work(
@@ -348,10 +348,10 @@ HYPER = Work(
 @pytest.mark.parametrize(
     "tiny", [TINY, HYPER, TINY._replace(seeds=2)], ids=["epochs", "steps", "seeds"]
 )
-def test_the_work_that_is_named_is_the_work_that_is_done(tiny, steps):
-    """Steps and batches as they are taken, and in every turn by the clients of further rounds."""
-    settings = {**tiny.settings, "devices": 1}  # others would wait for the one that counts
-    ours, seen = work.ours(tiny._replace(settings=settings)), set()
+def test_our_runs_do_the_declared_steps(tiny, steps):
+    """Counts the gradient steps and their examples at run time; each turn runs further rounds."""
+    settings = {**tiny.settings, "devices": 1}  # with more devices the callback would block
+    ours, rows_seen = work.ours(tiny._replace(settings=settings)), set()
     for _ in range(6 if tiny is TINY else 2):
         steps.clear()
         ours.run()
@@ -359,16 +359,16 @@ def test_the_work_that_is_named_is_the_work_that_is_done(tiny, steps):
         assert len(steps) == tiny.client_steps
         for rows, mask in steps:
             assert mask.tolist() == [True] * tiny.batch
-            seen |= set(rows.tolist())
-    if tiny is TINY:  # every example in each epoch, of two clients of three in each turn
-        assert len(seen) == tiny.clients * tiny.examples
+            rows_seen |= set(rows.tolist())
+    if tiny is TINY:  # six turns sample every client, and an epoch takes all its examples
+        assert len(rows_seen) == tiny.clients * tiny.examples
 
 
 # The PyTorch loop.
 
 
 @pytest.mark.parametrize("name", ["lenet", "mlp", "resnet9", "dropout_cnn"])
-def test_networks_are_the_same_size(name, monkeypatch):
+def test_pytorch_networks_have_the_same_size(name, monkeypatch):
     pytest.importorskip("torch", reason=NO_TORCH)
     monkeypatch.syspath_prepend(str(rivals.ADAPTERS))
     from networks import NETWORKS  # as the adapters import it
@@ -378,22 +378,22 @@ def test_networks_are_the_same_size(name, monkeypatch):
     assert sum(p.numel() for p in theirs.parameters()) == work.parameters(ours)
 
 
-def test_the_loop_does_as_many_steps():
-    """It says so itself, and refuses where they differ: counted by hooks, not by its own word."""
+def test_pytorch_loop_does_the_declared_steps():
+    """The loop counts its steps with hooks and refuses work with another number of steps."""
     pytest.importorskip("torch", reason=NO_TORCH)
-    start = [sys.executable, str(rivals.ADAPTERS / "torch_loop.py")]
+    command = [sys.executable, str(rivals.ADAPTERS / "torch_loop.py")]
     size = work.parameters(MLP())
-    one = Child(start, TINY.spec(size), 60.0)
-    about = one.wait_until_ready()
+    process = Child(command, TINY.spec(size), 60.0)
+    about = process.wait_until_ready()
     assert (about["parameters"], about["client_steps"], about["batch"]) == (size, 8, 4)
-    assert one.go() > 0
-    one.close()
+    assert process.go() > 0
+    process.close()
     with pytest.raises(Gone, match=r"its work is another: .* where 9 steps of 4 on 616610 are"):
-        Child(start, {**TINY.spec(size), "client_steps": 9}, 60.0).wait_until_ready()
+        Child(command, {**TINY.spec(size), "client_steps": 9}, 60.0).wait_until_ready()
 
 
-def test_nothing_of_the_project_is_in_the_way_of_a_checkout():
-    """Adapters are run where a checkout's `experiments` is found, and not ours."""
+def test_adapters_do_not_import_the_project():
+    """A checkout may have a package `experiments`, which must not be hidden by ours."""
     for rival in rivals.RIVALS.values():
         text = Path(rivals.ADAPTERS, rival.script).read_text()
         assert "fedjax_pfl" not in text

@@ -8,30 +8,32 @@ from fedjax_pfl.core.errors import UsageError
 
 
 def test_time_is_summed_by_kernel_longest_first():
-    found = kernels.summary([("a", 1e9), ("b", 3e9), ("a", 1e9)], seconds=10.0)
-    assert found["device_seconds"] == 5.0
-    assert found["fraction_in_use"] == 0.5
-    assert found["launches"] == 3
-    assert found["kernels"] == [
+    profile = kernels.summary([("a", 1e9), ("b", 3e9), ("a", 1e9)], seconds=10.0)
+    assert profile["device_seconds"] == 5.0
+    assert profile["fraction_in_use"] == 0.5
+    assert profile["launches"] == 3
+    assert profile["kernels"] == [
         {"name": "b", "seconds": 3.0, "launches": 1},
         {"name": "a", "seconds": 2.0, "launches": 2},
     ]
-    rows = kernels.table({"mlp": {**found, "client_steps": 1000}}).rows
+    rows = kernels.table({"mlp": {**profile, "client_steps": 1000}}).rows
     assert rows[0] == ["mlp: b", "3e+03", "60.0 %"]
 
 
 def test_only_the_longest_kernels_are_named():
-    found = kernels.summary([(f"k{i}", 1e9 * (i + 1)) for i in range(22)], seconds=1.0)
-    assert len(found["kernels"]) == 20
-    assert found["other_seconds"] == 1.0 + 2.0
+    profile = kernels.summary([(f"k{i}", 1e9 * (i + 1)) for i in range(22)], seconds=1.0)
+    assert len(profile["kernels"]) == 20
+    assert profile["other_seconds"] == 1.0 + 2.0
 
 
 def test_a_profile_names_the_products_of_a_network():
     item = work.Work("small", network="mlp", clients=2, cohort=2, examples=32)
-    found = kernels.profile(item)
-    assert found["client_steps"] == 2
-    assert found["launches"] > 0
-    assert any("dot" in kernel["name"] or "fusion" in kernel["name"] for kernel in found["kernels"])
+    profile = kernels.profile(item)
+    assert profile["client_steps"] == 2
+    assert profile["launches"] > 0
+    assert any(
+        "dot" in kernel["name"] or "fusion" in kernel["name"] for kernel in profile["kernels"]
+    )
 
 
 def test_items_that_hang_or_fail_do_not_stop_the_list(monkeypatch, capsys, tmp_path):
@@ -55,6 +57,6 @@ def test_items_that_hang_or_fail_do_not_stop_the_list(monkeypatch, capsys, tmp_p
 
 def test_every_item_is_known_to_the_benchmark():
     for name, item in device_list.ITEMS.items():
-        named = [word for word in item.arguments if word.startswith("--work=")]
-        assert name == "contract" or named == [f"--work={name}"]
+        workloads = [word for word in item.arguments if word.startswith("--work=")]
+        assert name == "contract" or workloads == [f"--work={name}"]
         assert name == "contract" or benchmark.select_workloads([name]) == [name]

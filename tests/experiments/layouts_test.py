@@ -1,4 +1,4 @@
-"""Ways to compute the same steps: which there are, and what is made of their seconds."""
+"""Tests of the layouts: alternative settings for computing the same steps, and their times."""
 
 import types
 
@@ -11,32 +11,36 @@ from fedjax_pfl.settings.general import SETTINGS
 SIZE = Size(clients=20, steps=2)
 
 
-def test_each_way_differs_from_the_first_in_one():
-    usual, *others = layouts.layouts(SIZE).values()
-    assert usual == Layout()
-    assert [sum(a != b for a, b in zip(one, usual, strict=True)) for one in others] == [1] * 9
-    assert {one.conv for one in others} == set(SETTINGS["conv"].choices)
-    plain = layouts.layouts(Size(20, 2, lowerings=()))
-    assert [one.chunk for one in plain.values()] == [None, 1, 10, None, None]
+def test_each_layout_differs_from_the_default_in_one_field():
+    default, *alternatives = layouts.layouts(SIZE).values()
+    assert default == Layout()
+    assert [
+        sum(a != b for a, b in zip(layout, default, strict=True)) for layout in alternatives
+    ] == [1] * 9
+    assert {layout.conv for layout in alternatives} == set(SETTINGS["conv"].choices)
+    without_lowerings = layouts.layouts(Size(20, 2, lowerings=()))
+    assert [layout.chunk for layout in without_lowerings.values()] == [None, 1, 10, None, None]
 
 
-def test_a_way_is_what_is_compiled(monkeypatch):
-    seen = {}
+def test_layouts_reach_the_compiled_programs(monkeypatch):
+    compiled = {}
 
     def ours(item):
         settings = item.settings
-        way = Layout(settings["conv"], settings["chunk"], jax.config.jax_default_matmul_precision)
-        seen[way] = (item.network, item.clients, item.cohort, item.client_steps)
+        layout = Layout(
+            settings["conv"], settings["chunk"], jax.config.jax_default_matmul_precision
+        )
+        compiled[layout] = (item.network, item.clients, item.cohort, item.client_steps)
         return types.SimpleNamespace(run=lambda: None)
 
     monkeypatch.setattr(layouts.work, "ours", ours)
     before = jax.config.jax_default_matmul_precision
     layouts.measured("lenet", SIZE, repeats=1)
-    assert set(seen.values()) == {("lenet", 20, 20, 40)}
-    ways = [Layout(name, 20, None) for name in ("auto", *layouts.LOWERINGS)]
-    ways += [Layout("auto", chunk, None) for chunk in (1, 10)]
-    ways += [Layout("auto", 20, name) for name in ("highest", "BF16_BF16_F32")]
-    assert list(seen) == ways
+    assert set(compiled.values()) == {("lenet", 20, 20, 40)}
+    expected = [Layout(name, 20, None) for name in ("auto", *layouts.LOWERINGS)]
+    expected += [Layout("auto", chunk, None) for chunk in (1, 10)]
+    expected += [Layout("auto", 20, name) for name in ("highest", "BF16_BF16_F32")]
+    assert list(compiled) == expected
     assert jax.config.jax_default_matmul_precision == before
 
 

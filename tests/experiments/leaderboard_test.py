@@ -1,4 +1,4 @@
-"""The leaderboard: what is planned, how lines are ranked and shown, and one that is made."""
+"""Tests of the leaderboard: planned trials, ranking, files, and one line that is run."""
 
 import re
 
@@ -31,7 +31,7 @@ def line(before, after=None, settings="learning_rate=0.1"):
     }
 
 
-WHOLE = {
+RECORD = {
     "columns": {
         "digits": {
             "about": {"words": "digits-n10", "rounds": 30, "local_epochs": 2, "budget": 2},
@@ -53,26 +53,26 @@ ALL = pytest.param(
 
 
 @pytest.mark.parametrize("methods", [["fedavg", "ditto", "fedbn"], ALL], ids=["three", "all"])
-def test_every_method_is_tried_at_as_many_points_of_what_it_has(methods):
-    """Four each; where it has settings of its own in the grid they are among what is tried."""
-    each = leaderboard.configured(leaderboard.COLUMNS["digits"], methods)
-    made = leaderboard.plan(each, 4)
-    assert {trial.method: len(trial.points) for trial in made} == dict.fromkeys(each, 4)
-    for trial in made:
-        own = {key for point in trial.points for key in point if "." in key}
-        assert bool(own) == (trial.method in leaderboard.GRIDS), trial.method
+def test_every_method_has_the_same_number_of_trials(methods):
+    """Four points for each method. Methods with a grid of their settings vary these settings."""
+    configs = leaderboard.configured(leaderboard.COLUMNS["digits"], methods)
+    trials = leaderboard.plan(configs, 4)
+    assert {trial.method: len(trial.points) for trial in trials} == dict.fromkeys(configs, 4)
+    for trial in trials:
+        method_settings = {key for point in trial.points for key in point if "." in key}
+        assert bool(method_settings) == (trial.method in leaderboard.GRIDS), trial.method
     assert set(leaderboard.GRIDS) < set(configuration.ALGORITHMS)
-    assert each["fedbn"].small.batch_norm
-    assert not each["fedavg"].small.batch_norm
+    assert configs["fedbn"].small.batch_norm
+    assert not configs["fedavg"].small.batch_norm
     (small,) = leaderboard.configured(leaderboard.COLUMNS["mnist"], ["fedbn"]).values()
     assert (small.model, small.small.kernels, small.classes.examples) == ("small", (4, 8), 200)
     assert small.small.batch_norm
 
 
 def test_ranks_and_cells():
-    (first, *others) = board.ranked(WHOLE["columns"]["digits"]["methods"])
-    assert [first[0], *(name for name, _ in others)] == ["ditto", "local", "fedbn", "fedavg"]
-    rows = board.table("digits", WHOLE["columns"]["digits"]).rows
+    (first, *following) = board.ranked(RECORD["columns"]["digits"]["methods"])
+    assert [first[0], *(name for name, _ in following)] == ["ditto", "local", "fedbn", "fedavg"]
+    rows = board.table("digits", RECORD["columns"]["digits"]).rows
     assert rows[0] == [
         "Ditto",
         "90.00 ± 1.00",
@@ -83,13 +83,13 @@ def test_ranks_and_cells():
         "ditto.penalty=0.5",
     ]
     assert rows[2] == ["FedBN", *"–––––", "it has no <BatchNorm>"]
-    assert "mnist" not in board.text(WHOLE)
+    assert "mnist" not in board.text(RECORD)
     assert board.text({"columns": {}}) == "no method has finished yet"
 
 
 def test_variants_of_this_library_stand_below_a_line(monkeypatch):
     monkeypatch.setitem(METHODS, "ditto", METHODS["ditto"]._replace(variant_of=METHODS["fedavg"]))
-    column = WHOLE["columns"]["digits"]
+    column = RECORD["columns"]["digits"]
     table = board.table("digits", column)
     assert [row[0] for row in table.rows] == ["Local", "FedBN", "FedAvg"]
     assert [row[0] for row in table.variants] == ["Ditto (variant of this library)"]
@@ -100,23 +100,23 @@ def test_variants_of_this_library_stand_below_a_line(monkeypatch):
         0.5,
         0.5,
     ]
-    page = board.page(WHOLE)
+    page = board.page(RECORD)
     assert (
         page.index(">Local</th>") < page.index("Variants of this library:") < page.index("Ditto (")
     )
 
 
-def test_what_is_written(tmp_path):
-    board.write(WHOLE, tmp_path)
+def test_files_of_the_leaderboard(tmp_path):
+    board.write(RECORD, tmp_path)
     page = (tmp_path / "leaderboard.html").read_text()
     assert "it has no &lt;BatchNorm&gt;" in page
     assert "commit abc1234, abc1235" in page
     assert not re.search(r"(src|href)=\"http", page)
-    drawn = (tmp_path / "digits.svg").read_text()
-    assert drawn.startswith("<?xml")
-    assert "Ditto</text>" in drawn
-    board.write(WHOLE, tmp_path)
-    assert (tmp_path / "digits.svg").read_text() == drawn
+    svg = (tmp_path / "digits.svg").read_text()
+    assert svg.startswith("<?xml")
+    assert "Ditto</text>" in svg
+    board.write(RECORD, tmp_path)
+    assert (tmp_path / "digits.svg").read_text() == svg
     assert "ditto" in board.read(tmp_path)["columns"]["digits"]["methods"]
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "digits.svg",
@@ -126,26 +126,28 @@ def test_what_is_written(tmp_path):
     ]
 
 
-def test_what_earlier_calls_have_made_stays(tmp_path):
-    """Other splits and methods, and the commit of a line that has not changed."""
+def test_results_of_earlier_calls_stay(tmp_path):
+    """Keeps other splits and methods, and the commit of a line that has not changed."""
     assert board.read(tmp_path) == {"columns": {}}
-    board.write(WHOLE, tmp_path)
-    whole = board.read(tmp_path)
-    about = WHOLE["columns"]["digits"]["about"]
-    there = board.column(whole, "digits", about)["methods"]
-    assert there == board.read(tmp_path)["columns"]["digits"]["methods"]
-    again = {key: value for key, value in line(0.8, 0.81).items() if key != "commit"}
-    assert board.with_commit(again, "new", there["local"])["commit"] == "abc1234"
-    assert board.with_commit(again | {"seconds": 5.0}, "new", there["local"])["commit"] == "new"
-    assert board.with_commit(again, "new", None)["commit"] == "new"
-    assert board.column(whole, "digits", {**about, "budget": 3})["methods"] == {}
-    some = {**about, "settings": {"kernels": (4, 8)}}
-    board.column(whole, "cifar10", some)["methods"]["local"] = line(0.5)
-    board.write(whole, tmp_path)
-    whole = board.read(tmp_path)
-    assert list(board.column(whole, "cifar10", some)["methods"]) == ["local"]
-    assert "digits-n10, kernels=[4, 8]), 30 rounds" in board.text(whole)
-    assert list(whole["columns"]) == ["digits", "mnist", "cifar10"]
+    board.write(RECORD, tmp_path)
+    record = board.read(tmp_path)
+    about = RECORD["columns"]["digits"]["about"]
+    methods = board.column(record, "digits", about)["methods"]
+    assert methods == board.read(tmp_path)["columns"]["digits"]["methods"]
+    same_line = {key: value for key, value in line(0.8, 0.81).items() if key != "commit"}
+    assert board.with_commit(same_line, "new", methods["local"])["commit"] == "abc1234"
+    assert (
+        board.with_commit(same_line | {"seconds": 5.0}, "new", methods["local"])["commit"] == "new"
+    )
+    assert board.with_commit(same_line, "new", None)["commit"] == "new"
+    assert board.column(record, "digits", {**about, "budget": 3})["methods"] == {}
+    changed_about = {**about, "settings": {"kernels": (4, 8)}}
+    board.column(record, "cifar10", changed_about)["methods"]["local"] = line(0.5)
+    board.write(record, tmp_path)
+    record = board.read(tmp_path)
+    assert list(board.column(record, "cifar10", changed_about)["methods"]) == ["local"]
+    assert "digits-n10, kernels=[4, 8]), 30 rounds" in board.text(record)
+    assert list(record["columns"]) == ["digits", "mnist", "cifar10"]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"columns": {"digits": {"methods": {"local": {}}}}}'])
@@ -158,21 +160,23 @@ def test_a_damaged_file_is_named(text, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flag", "known"), [("columns", leaderboard.COLUMNS), ("methods", {"fedavg": 1})]
+    ("flag", "choices"), [("columns", leaderboard.COLUMNS), ("methods", {"fedavg": 1})]
 )
-def test_unknown_names_are_refused(flag, known):
-    assert f"--{flag} has 'fedav'" in message(leaderboard.select, ["fedav"], known, flag)
-    assert leaderboard.select([], known, flag) == list(known)
+def test_unknown_names_are_refused(flag, choices):
+    assert f"--{flag} has 'fedav'" in message(leaderboard.select, ["fedav"], choices, flag)
+    assert leaderboard.select([], choices, flag) == list(choices)
 
 
-@pytest.mark.slow("four small runs; tuning and running are tested where they are")
-def test_a_line_is_made_once_and_read_afterwards(tmp_path, monkeypatch):
+@pytest.mark.slow("four small runs; tuning and running have tests of their own")
+def test_a_finished_line_is_not_run_again(tmp_path, monkeypatch):
     column = leaderboard.Column("iris-n3", 2, 1)
-    each = leaderboard.configured(column, ["fedavg"])
-    (trial,) = leaderboard.plan(each, 2)
+    configs = leaderboard.configured(column, ["fedavg"])
+    (trial,) = leaderboard.plan(configs, 2)
     assert leaderboard.run_trial(trial, 2, tmp_path, only_show=True) == {}
-    made = leaderboard.run_trial(trial, 2, tmp_path)
-    assert (made["seeds"], made["points"]) == ([100, 101], 2)
-    assert made["after"]["mean"] > 0.2
-    monkeypatch.setattr(choice, "score", lambda run: 0.0)  # the first is chosen then, not run again
+    result = leaderboard.run_trial(trial, 2, tmp_path)
+    assert (result["seeds"], result["points"]) == ([100, 101], 2)
+    assert result["after"]["mean"] > 0.2
+    monkeypatch.setattr(
+        choice, "score", lambda run: 0.0
+    )  # now the first point is best, and is not run
     assert leaderboard.run_trial(trial, 2, tmp_path, only_show=True)["points"] == 2

@@ -1,4 +1,4 @@
-"""Stands for OmegaConf: nested settings by attribute, from JSON."""
+"""Stand-in for OmegaConf: reads nested settings from JSON."""
 
 import json
 from pathlib import Path

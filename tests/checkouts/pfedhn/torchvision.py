@@ -1,1 +1,1 @@
-raise ImportError("as on a machine without it")
+raise ImportError("torchvision is not installed")

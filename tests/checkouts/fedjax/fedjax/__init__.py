@@ -1,4 +1,4 @@
-"""Stands for FedJAX: clients' batches, and FedAvg by the gradient that it is given."""
+"""Stand-in for FedJAX: batches of clients, and FedAvg with a given gradient function."""
 
 from typing import NamedTuple
 
@@ -14,8 +14,8 @@ class ClientDataset:
     def __init__(self, examples):
         self.examples = examples
 
-    def shuffle_repeat_batch(self, how):
-        whole = len(self.examples["y"])
-        for _ in range(how.num_epochs):
-            for first in range(0, whole, how.batch_size):
-                yield {k: v[first : first + how.batch_size] for k, v in self.examples.items()}
+    def shuffle_repeat_batch(self, hparams):
+        size = len(self.examples["y"])
+        for _ in range(hparams.num_epochs):
+            for first in range(0, size, hparams.batch_size):
+                yield {k: v[first : first + hparams.batch_size] for k, v in self.examples.items()}

@@ -1,4 +1,4 @@
-"""Stands for PyTorch: sizes, hooks and steps."""
+"""Stand-in for PyTorch: shapes, hooks and steps."""
 
 import contextlib
 import math

@@ -8,8 +8,8 @@ class State(NamedTuple):
 
 
 class federated_averaging:
-    def __init__(self, gradient, client, server, how):
-        self.gradient, self.rate, self.spec = jax.jit(gradient), client, how
+    def __init__(self, gradient, client, server, hparams):
+        self.gradient, self.rate, self.spec = jax.jit(gradient), client, hparams
         assert server == 1.0
 
     def init(self, params):
@@ -23,5 +23,5 @@ class federated_averaging:
                 grads = self.gradient(params, batch, key)
                 params = jax.tree.map(lambda p, g: p - self.rate * g, params, grads)
             ends.append(params)
-        mean = jax.tree.map(lambda *each: sum(each) / len(each), *ends)
+        mean = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *ends)
         return State(mean), {}

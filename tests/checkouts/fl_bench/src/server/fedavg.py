@@ -1,4 +1,4 @@
-"""Stands for FL-bench's server: data and their split lie in a folder."""
+"""Stand-in for the server of FL-bench: reads the data and the split from a folder."""
 
 import json
 import pickle
@@ -28,15 +28,15 @@ class FedAvgServer:
 
     def train_one_round(self):
         common = self.args.common
-        for who in (common.test.client, common.test.server):
-            assert who.interval == -1
-            assert {who.train, who.val, who.test, common.client_side_evaluation} == {False}
+        for role in (common.test.client, common.test.server):
+            assert role.interval == -1
+            assert {role.train, role.val, role.test, common.client_side_evaluation} == {False}
         optimizer, loss = SGD(self.model.parameters()), torch.nn.CrossEntropyLoss()
         for client in self.selected_clients:
             rows = self.split["data_indices"][client]["train"]
             x, y = self.data.data[rows], [self.data.targets[row] for row in rows]
-            own = TensorDataset(torch.Tensor(*x.shape), torch.Tensor(len(y)))
+            dataset = TensorDataset(torch.Tensor(*x.shape), torch.Tensor(len(y)))
             for _ in range(common.local_epoch):
-                for batch in DataLoader(own, common.batch_size):
+                for batch in DataLoader(dataset, common.batch_size):
                     loss(*batch)
                     optimizer.step()

@@ -1,4 +1,4 @@
-"""Stands for the authors' trainer: 121,182 parameters, and a hypernetwork of others."""
+"""Stand-in for the trainer of the authors: a target of 121,182 parameters and a hypernetwork."""
 
 import torch
 import torchvision.transforms  # noqa: F401

@@ -1,4 +1,4 @@
-"""Layers by their sizes."""
+"""Layers with the shapes of their parameters."""
 
 import types
 
@@ -15,9 +15,9 @@ class Sequential(Module):
     def __iter__(self):
         return iter(vars(self).values())
 
-    def __getitem__(self, at):
-        found = list(self)[at]
-        return Sequential(*found) if isinstance(at, slice) else found
+    def __getitem__(self, index):
+        layers = list(self)[index]
+        return Sequential(*layers) if isinstance(index, slice) else layers
 
 
 class Linear(Module):
@@ -26,7 +26,7 @@ class Linear(Module):
 
 
 class Conv2d(Module):
-    def __init__(self, inputs, outputs, size, bias=True, **how):
+    def __init__(self, inputs, outputs, size, bias=True, **options):
         self.weight = torch.Tensor(outputs, inputs, size, size)
         if bias:
             self.bias = torch.Tensor(outputs)
@@ -37,30 +37,30 @@ class BatchNorm2d(Module):
         self.weight, self.bias = torch.Tensor(size), torch.Tensor(size)
 
 
-class _Plain(Module):
-    def __init__(self, *how, **more):
+class _WithoutParameters(Module):
+    def __init__(self, *args, **options):
         pass
 
 
-class Flatten(_Plain):
+class Flatten(_WithoutParameters):
     pass
 
 
-class ReLU(_Plain):
+class ReLU(_WithoutParameters):
     pass
 
 
-class MaxPool2d(_Plain):
+class MaxPool2d(_WithoutParameters):
     pass
 
 
-class AdaptiveMaxPool2d(_Plain):
+class AdaptiveMaxPool2d(_WithoutParameters):
     pass
 
 
-class Dropout(_Plain):
+class Dropout(_WithoutParameters):
     pass
 
 
-class CrossEntropyLoss(_Plain):
+class CrossEntropyLoss(_WithoutParameters):
     pass

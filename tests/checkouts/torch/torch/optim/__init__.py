@@ -1,3 +1,3 @@
-"""An optimiser whose steps move nothing."""
+"""Stand-in for the optimisers of PyTorch; a step changes nothing."""
 
 from torch.optim.optimizer import SGD  # noqa: F401

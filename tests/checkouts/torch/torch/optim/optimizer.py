@@ -1,4 +1,4 @@
-"""Steps, and hooks after them."""
+"""Optimiser with hooks that run after each step."""
 
 import types
 

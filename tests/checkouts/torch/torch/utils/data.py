@@ -1,4 +1,4 @@
-"""Batches by their sizes."""
+"""Batches with the shapes of their tensors."""
 
 import torch
 
@@ -13,7 +13,7 @@ class DataLoader:
         self.dataset, self.size = dataset, batch_size
 
     def __iter__(self):
-        whole = len(self.dataset.tensors[0])
-        for first in range(0, whole, self.size):
-            length = min(self.size, whole - first)
+        total = len(self.dataset.tensors[0])
+        for first in range(0, total, self.size):
+            length = min(self.size, total - first)
             yield tuple(torch.Tensor(length, *t.shape[1:]) for t in self.dataset.tensors)

@@ -1,4 +1,4 @@
-"""Stands for PFLlib's server: clients read their examples from files in every round."""
+"""Stand-in for the server of PFLlib: clients read their examples from files in every round."""
 
 import random
 from pathlib import Path

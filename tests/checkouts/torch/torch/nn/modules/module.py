@@ -1,4 +1,4 @@
-"""Modules that know their parameters, and hooks."""
+"""Modules with parameters and hooks."""
 
 import types
 
