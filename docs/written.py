@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import agree, benchmark
-from experiments.libraries import kernels, layouts, rivals, scored, turns
+from experiments.libraries import layouts, rivals, scored
 from experiments.papers import agreement
 from experiments.papers.tables import TABLES
 from fedjax_pfl.report import leaderboard as board
@@ -129,13 +129,27 @@ def tables() -> str:
 def speed(name: str) -> str:
     """Returns the tables of a measurement by `experiments.benchmark`, and its conditions."""
     record = _load(name)
-    targets = turns.targets(record, rivals.NAMES)
-    measured = [row for row in targets.rows if row[-1] != "not measured"]
-    parts = [turns.table(record["items"], rivals.NAMES)]
-    parts += [targets._replace(rows=measured)] if measured else []
+    rival_names = {key: None for item in record["items"].values() for key in item["who"]}
+    del rival_names["ours"]
+    parts = [_speedups(record["items"], list(rival_names))] if rival_names else []
     parts += [layouts.table(part) for part in [record.get("layouts")] if part]
-    parts += [kernels.table(part, 8) for part in [record.get("profiles")] if part]
     return f"{text_tables.markdown(parts)}\n\nMeasured on {benchmark.conditions(record)}."
+
+
+def _speedups(items: Mapping[str, Any], rival_names: Sequence[str]) -> text_tables.Table:
+    """Returns a table of the workloads with the speedup over each rival."""
+    rows = []
+    for item in items.values():
+        ours, row = item["who"]["ours"], [item["about"]]
+        row.append(f"{ours['ms_per_client_step']:.3g}")
+        for entry in map(item["who"].get, rival_names):
+            low, high = entry["range"] if entry else (0, 0)
+            row.append(f"{entry['times_faster']:.2f} x ({low:.2f}-{high:.2f})" if entry else "")
+        share = f"{100 * ours['share_of_peak'][0]:.0f} %"
+        rows.append([*row, f"{item['compile_seconds']:.1f}", share])
+    speedups = [rivals.NAMES[name] for name in rival_names]
+    heads = ["ms per client step", *speedups, "compile (s)", "of peak"]
+    return text_tables.Table("", heads, rows)
 
 
 def _with_reasons(table: text_tables.Table, note: str, reasons: Sequence[str]) -> str:

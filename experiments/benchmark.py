@@ -362,7 +362,9 @@ def report(results: Mapping[str, Any]) -> str:
     """Returns the text to print."""
     lines = []
     if results["items"]:
-        lines += [text_tables.text([turns.table(results["items"], rivals.NAMES)]), ""]
+        result_tables = [turns.table(results["items"], rivals.NAMES)]
+        result_tables.append(turns.targets(results, rivals.NAMES))
+        lines += [text_tables.text(result_tables), ""]
     if layout_results := results.get("layouts"):
         lines += [text_tables.text([layouts.table(layout_results)]), ""]
     if profiled := results.get("profiles"):
