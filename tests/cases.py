@@ -241,6 +241,12 @@ CASES = {
         training={"learning_rate": 0.03},
     ),
     "fedbabu": Case({"epochs": 1}, _only_body, _without(_HEAD)),
+    # The policy has a layer of 2 d (d + 1) parameters and a LayerNorm of 4 d.
+    "fedcp": Case(
+        {},
+        _all_of(_moved, _matters("fedcp", "penalty", 0.0, 5.0)),
+        _without(-2 * tiny.HIDDEN * (tiny.HIDDEN + 3)),
+    ),
     # The mean features go down in every round, and up in the first.
     "feddbe": Case(
         {"mean_momentum": 0.6},

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from fedjax_pfl.algorithms.fedcp import TwoHeads
 from fedjax_pfl.algorithms.feddbe import Shifted
 from fedjax_pfl.algorithms.fedem import Mixture
 from fedjax_pfl.algorithms.fedmn.modular import Modular, Routed
@@ -27,6 +28,7 @@ NETWORKS: dict[str, Callable[..., Any]] = {
     "routed": Routed,
     "shifted": Shifted,
     "split_kernels": SplitKernels,
+    "two_heads": TwoHeads,
 }
 
 

@@ -52,6 +52,7 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("fedbabu", {"epochs": 0}, "at least 1"),
     ("fedbabu", {"rate": 0.0}, "above 0"),
     ("fedbabu", {"tune": "none"}, "all, head or body"),
+    ("fedcp", {"penalty": -1.0}, "at least 0"),
     ("feddbe", {"penalty": -1.0}, "at least 0"),
     ("feddbe", {"mean_momentum": 0.0}, "at most 1"),
     ("feddyn", {"alpha": 0.0}, "above 0"),

@@ -1,0 +1,219 @@
+"""FedCP: a policy network splits the features of each example between a global and a personal head.
+
+Zhang et al., FedCP: Separating Feature Information for Personalized Federated Learning via
+Conditional Policy, 2023. φ is the body, ω the global head, ω_i the client's, Θ the policy network;
+h = φ_i(x) are d features and v_i is the unit vector along Σ_c ω_i[:, c] at the start of the round:
+
+  a = ReLU(LayerNorm(Linear(v_i ⊙ h; Θ))), two numbers per feature;   r, s = softmax of each two
+  out(x) = ω(r ⊙ h) + ω_i(s ⊙ h)
+  (φ_i, ω_i, Θ_i) ← SGD on f(out) + λ MMD(φ_i(x), φ(x)), from (φ, ω_i, Θ);   ω and φ are constants
+  φ ← Σ_k n_k φ_k / Σ_k n_k,   Θ ← Σ_k n_k Θ_k / Σ_k n_k,   ω ← Σ_k n_k (ω + ω_k)/2 / Σ_k n_k
+ω_i starts equal to ω and stays on the client. MMD compares the two sets of features of a batch, as
+in the authors' code with the kernel Σ_a exp(−‖h − h'‖²/(2a)), a in 10, 15, 20 and 50.
+
+Deviations: the authors' code adds Gumbel noise to a in training and evaluation; here r and s have
+no noise. v_i of the first round is that of ω; in the authors' code it is random. The downloaded φ
+computes its features in evaluation mode.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl.algorithms.fedavg import fedavg
+from fedjax_pfl.algorithms.shared.initial_state import (
+    initial_client_rows,
+    initial_momentum,
+    model_shapes,
+)
+from fedjax_pfl.algorithms.shared.method import Method
+from fedjax_pfl.algorithms.shared.model_training import fit_variables
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Federation,
+    PyTree,
+    State,
+)
+from fedjax_pfl.core.errors import UsageError, require_at_least
+from fedjax_pfl.networks import features
+from fedjax_pfl.networks.init import dense
+
+_BANDWIDTHS = (10.0, 15.0, 20.0, 50.0)
+
+
+class Client(NamedTuple):
+    """State kept on the client between rounds."""
+
+    head: PyTree  # variables of ω_i
+    momentum: PyTree  # of φ_i, ω_i and Θ_i
+
+
+class Policy(nn.Module):
+    """The network Θ, [B, d] -> r and s, [B, d] each."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        a = dense(self.width, 2 * self.width, "linear")(x)
+        a = nn.relu(nn.LayerNorm(epsilon=1e-5, name="norm")(a))
+        shares = jax.nn.softmax(a.reshape(-1, 2, self.width), 1)
+        return shares[:, 0], shares[:, 1]
+
+
+def head_layer(network: Any, variables: PyTree) -> PyTree:
+    """Returns the parameters of the head, `kernel` [d, C] and possibly `bias` [C]."""
+    layer = variables["params"]
+    for name in network.head.split("/"):
+        layer = layer[name]
+    return layer
+
+
+def direction(head: PyTree) -> jax.Array:
+    """Returns v_i [d], the sum of a head's kernel over outputs, divided by its length."""
+    v = jnp.sum(head["kernel"], 1)
+    return v / jnp.maximum(jnp.linalg.norm(v), 1e-12)
+
+
+def two_heads(
+    z: jax.Array, policy: PyTree, head: PyTree, personal: PyTree, v: jax.Array
+) -> jax.Array:
+    """Returns ω(r ⊙ z) + ω_i(s ⊙ z), [B, C].
+
+    Args:
+      z: Features [B, d].
+      policy: Parameters of Θ.
+      head: Parameters of ω.
+      personal: Parameters of ω_i.
+      v: v_i, [d].
+    """
+    r, s = Policy(z.shape[-1]).apply({"params": policy}, v[None] * z)
+    layer = nn.Dense(head["kernel"].shape[1], use_bias="bias" in head)
+    return layer.apply({"params": head}, r * z) + layer.apply({"params": personal}, s * z)
+
+
+def discrepancy(a: jax.Array, b: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns the squared maximum mean discrepancy of the rows of a and b [B, d] in the mask."""
+    weights = mask.astype(jnp.float32)
+    weights /= jnp.maximum(jnp.sum(weights), 1.0)
+
+    def mean_kernel(a: jax.Array, b: jax.Array) -> jax.Array:
+        products = jnp.matmul(a, b.T, precision="highest")
+        distances = jnp.sum(a * a, 1)[:, None] + jnp.sum(b * b, 1)[None] - 2 * products
+        kernel = sum(jnp.exp(-distances / (2 * bandwidth)) for bandwidth in _BANDWIDTHS)
+        return jnp.sum(weights[:, None] * weights[None] * kernel)
+
+    return mean_kernel(a, a) + mean_kernel(b, b) - 2 * mean_kernel(a, b)
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoHeads:
+    """A network with the policy among its parameters and ω_i as `personal_head`."""
+
+    network: Any
+
+    def apply(self, variables: PyTree, x: jax.Array) -> jax.Array:
+        """Returns the outputs for examples x."""
+        own = {name: tree for name, tree in variables.items() if name != "personal_head"}
+        z = features.WithFeatures(self.network).apply(own, x)[1]
+        personal = head_layer(self.network, variables["personal_head"])
+        head, policy = head_layer(self.network, own), own["params"]["policy"]
+        return two_heads(z, policy, head, personal, direction(personal))
+
+
+class Separated(NamedTuple):
+    """A network for training that returns (outputs, MMD). Its head is ω_i."""
+
+    network: Any
+    payload: PyTree
+    v: jax.Array
+
+    def apply(self, variables: PyTree, x: jax.Array, *, mask: jax.Array, **options: Any) -> Any:
+        """Returns the outputs and MMD, and the collections that training updates."""
+        network = features.WithFeatures(self.network)
+        (_, z), updated = network.apply(variables, x, mask=mask, **options)
+        outputs = two_heads(
+            z,
+            variables["params"]["policy"],
+            head_layer(self.network, self.payload),
+            head_layer(self.network, variables),
+            self.v,
+        )
+        return (outputs, discrepancy(z, network.apply(self.payload, x)[1], mask)), updated
+
+
+def fedcp(
+    model: Any,
+    training: local_training.Training,
+    federation: Federation,
+    *,
+    penalty: float = 5.0,
+) -> Algorithm:
+    """Creates FedCP, for networks whose head is a Dense layer.
+
+    The server stores the variables of φ and ω, and the parameters of Θ as the layers of `policy`.
+    Clients store `Client`.
+
+    Args:
+      penalty: λ, the weight of the discrepancy between features of φ_i and of φ.
+    """
+    require_at_least("fedcp.penalty", penalty, 0)
+    d = features.width("fedcp", model, federation)
+    head_shapes = head_layer(model, model_shapes(model, federation))
+    if set(head_shapes) - {"bias"} != {"kernel"} or head_shapes["kernel"].shape[0] != d:
+        raise UsageError(
+            f"fedcp multiplies parts of the features with two heads, and {model.head} of this "
+            "network is not Dense; use such a layer as head"
+        )
+    base = fedavg(model, training, federation)
+
+    def init(key: jax.Array, start: State | None = None) -> State:
+        policy = Policy(d).init(jax.random.fold_in(key, 1), jnp.zeros((1, d)))["params"]
+        if start is not None and isinstance(start.clients, Client):
+            parameters = dict(start.server["params"])
+            policy = parameters.pop("policy")
+            start = start._replace(server={**start.server, "params": parameters})
+        server = base.init(key, start).server
+        server = {**server, "params": {**server["params"], "policy": policy}}
+        head = trees.split(server, {model.head})[0]
+        client = Client(
+            initial_client_rows(head, start, Client, "head", federation),
+            initial_momentum(training, server["params"], federation),
+        )
+        return State(server, (), client)
+
+    def loss(outputs: Any, y: jax.Array, classes: Any) -> jax.Array:
+        logits, mmd = outputs
+        return federation.task.loss(logits, y, classes) + penalty * mmd
+
+    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
+        head, shared = trees.split(payload, {model.head})
+        network = Separated(model, payload, direction(head_layer(model, client.head)))
+        gradient = local_training.gradient(network, federation.task._replace(loss=loss), ctx.data)
+        trained, momentum, metrics = fit_variables(
+            training, gradient, trees.join(shared, client.head), client.momentum, ctx
+        )
+        personal, shared = trees.split(trained, {model.head})
+        mean_head = jax.tree.map(lambda a, b: (a + b) / 2, head, personal)
+        return ClientResult(
+            upload=trees.join(shared, mean_head),
+            variables={**trees.join(shared, head), "personal_head": personal},
+            client=Client(personal, momentum),
+            metrics=metrics,
+        )
+
+    def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
+        return {**state.server, "personal_head": client.head}
+
+    return base._replace(
+        init=init, train=train, personalize=personalize, predict=TwoHeads(model).apply
+    )
+
+
+FEDCP = Method(fedcp, title="FedCP", paper="Zhang et al. 2023")
