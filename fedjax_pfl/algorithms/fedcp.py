@@ -93,8 +93,9 @@ def two_heads(
       personal: Parameters of ω_i.
       v: v_i, [d].
     """
-    r, s = Policy(z.shape[-1]).apply({"params": policy}, v[None] * z)
-    layer = nn.Dense(head["kernel"].shape[1], use_bias="bias" in head)
+    network: Any = Policy(z.shape[-1])
+    r, s = network.apply({"params": policy}, v[None] * z)
+    layer: Any = nn.Dense(head["kernel"].shape[1], use_bias="bias" in head)
     return layer.apply({"params": head}, r * z) + layer.apply({"params": personal}, s * z)
 
 
