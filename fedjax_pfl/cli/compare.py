@@ -12,7 +12,12 @@ from fedjax_pfl.report.comparison_page import FORMATS, write
 HELP = """
 fedjax-pfl compare RUN RUN ...                  prints two tables
 fedjax-pfl compare RUN RUN ... --format=latex   as text, markdown, latex or csv
-fedjax-pfl compare RUN RUN ... --out=FOLDER     writes all formats, compare.png and compare.html
+fedjax-pfl compare RUN RUN ... --out=FOLDER     writes a page, tables and figures
+
+FOLDER gets compare.html, compare.csv with unrounded numbers, each table as CSV, Markdown and LaTeX
+in tables/, and the curves as PDF and PNG in figures/. LaTeX needs the package booktabs and prints
+the best value of a column in bold. Values are compared as printed, without their deviation: ties
+are all bold.
 
 A RUN is a run directory, or the folder of a sweep, which stands for all its runs. Runs that differ
 only in the seed are one row. The test is Wilcoxon's signed-rank test, two-sided, of each row
@@ -24,7 +29,7 @@ number of rows.
 def define_flags(options: flags.FlagValues) -> None:
     """Defines the flags."""
     flags.DEFINE_string(
-        "out", None, "Folder for tables, compare.png and compare.html.", flag_values=options
+        "out", None, "Folder for the page, tables and figures.", flag_values=options
     )
     flags.DEFINE_enum(
         "format", "text", list(FORMATS), "Format of the printed tables.", flag_values=options

@@ -189,13 +189,17 @@ def curve(row: Row) -> Curve:
     rounds = sorted(set.intersection(*(set(lines) for lines in by_round)))
     name = metric_of(row.runs[0].metrics).name
 
-    def means(value: Callable[[Record], float]) -> list[float]:
-        return [float(np.mean([value(lines[r]) for lines in by_round])) for r in rounds]
+    def values(value: Callable[[Record], float]) -> np.ndarray:  # [seeds, rounds]
+        return np.array([[value(lines[r]) for r in rounds] for lines in by_round])
 
+    moved = values(lambda line: number(line.get("bytes_down")) + number(line.get("bytes_up")))
+    scores = values(lambda line: number((line["before"] or {}).get(f"{name}_mean")))
     return Curve(
-        rounds,
-        means(lambda line: number(line.get("bytes_down")) + number(line.get("bytes_up"))),
-        means(lambda line: number((line["before"] or {}).get(f"{name}_mean"))),
+        rounds=rounds,
+        bytes_moved=moved.mean(0).tolist(),
+        score=scores.mean(0).tolist(),
+        lowest=scores.min(0).tolist(),
+        highest=scores.max(0).tolist(),
     )
 
 

@@ -1,4 +1,12 @@
-"""Comparison of runs: tables in four formats, curves and an HTML page."""
+"""Comparison of runs: tables in four formats, curves and an HTML page.
+
+`write` fills a folder:
+
+    compare.html               the page
+    compare.csv                a line per row of the comparison, with unrounded numbers
+    tables/NAME.csv, .tex, .md every table of the page, as printed; NAME is its title
+    figures/curves.pdf, .png   the curves, with bands over seeds
+"""
 
 import html
 import io
@@ -10,7 +18,14 @@ from typing import Any
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.scores import Metric
-from fedjax_pfl.report import comparison, csv_tables, drawing, figures, html_page, text_tables
+from fedjax_pfl.report import (
+    comparison,
+    comparison_curves,
+    csv_tables,
+    drawing,
+    html_page,
+    text_tables,
+)
 from fedjax_pfl.report.comparison import PairedTest, Row
 from fedjax_pfl.report.numbers import (
     format_mean_std,
@@ -40,6 +55,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             (row, [*_results(row, metric), *[_share(share)] * has_local])
             for row, share in zip(rows, shares, strict=True)
         ],
+        [*[_direction(metric)] * 3, -1, -1, 0, 0, *[1] * has_local],
     )
     diagnostics = _diagnostics(rows)
     if len(rows) < 2:
@@ -53,14 +69,23 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             "over clients, each with its mean over seeds, before and after local training.",
             ["before", "p", "after", "p", "clients"],
             [(row, _tests(row, rows[0], metric)) for row in rows[1:]],
+            [_direction(metric), 0, _direction(metric), 0, 0],
         ),
         *_extremes(rows, metric),
         *diagnostics,
     ]
 
 
+def _direction(metric: Metric) -> int:
+    return 1 if metric.higher_is_better else -1
+
+
 def _table(
-    title: str, caption: str, heads: list[str], rows: Sequence[tuple[Row, list[str]]]
+    title: str,
+    caption: str,
+    heads: list[str],
+    rows: Sequence[tuple[Row, list[str]]],
+    best: Sequence[int] = (),
 ) -> Table:
     """Returns a table with this library's variants below a line.
 
@@ -69,12 +94,13 @@ def _table(
       caption: Caption.
       heads: Column heads.
       rows: Rows and their cells.
+      best: Directions of the columns, as in `Table.best`.
     """
     papers, variants = (
         [[_label(row), *cells] for row, cells in rows if comparison.is_variant(row) is variant]
         for variant in (False, True)
     )
-    return Table(caption, heads, papers, variants, title)
+    return Table(caption, heads, papers, variants, title, best)
 
 
 def _extremes(rows: Sequence[Row], metric: Metric) -> list[Table]:
@@ -225,21 +251,23 @@ FORMATS: dict[str, Callable[[Sequence[Row]], str]] = {
 
 
 def write(rows: Sequence[Row], out: Path) -> Path:
-    """Writes the tables in every format, the curves and, last and atomically, the page.
-
-    Returns the path of the page.
-    """
+    """Writes tables, curves and, last and atomically, the page. Returns the path of the page."""
     result_tables = tables(rows)  # takes seconds with 100,000 clients
-    formats = {"txt": text_tables.text, "md": text_tables.markdown, "tex": text_tables.latex}
-    texts = {suffix: form(result_tables) for suffix, form in formats.items()}
-    texts["csv"] = as_csv(rows)
+    metric = metric_of(rows[0].runs[0].metrics)
+    picture = comparison_curves.draw({_label(row): comparison.curve(row) for row in rows}, metric)
+    texts = {"compare.csv": as_csv(rows)}
+    for table in result_tables:
+        path = f"tables/{table.title.lower().replace(' ', '_')}"
+        texts[f"{path}.csv"] = text_tables.as_csv(table)
+        texts[f"{path}.tex"] = text_tables.latex([table])
+        texts[f"{path}.md"] = text_tables.markdown([table])
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        for suffix, content in texts.items():
-            (out / f"compare.{suffix}").write_text(content + "\n", encoding="utf-8")
-        metric = metric_of(rows[0].runs[0].metrics)
-        picture = figures.curves({_label(row): comparison.curve(row) for row in rows}, metric)
-        (out / "compare.png").write_bytes(html_page.png(picture.figure))
+        for folder in ("tables", "figures"):
+            (out / folder).mkdir(parents=True, exist_ok=True)
+        for name, content in texts.items():
+            (out / name).write_text(content + "\n", encoding="utf-8")
+        (out / "figures" / "curves.png").write_bytes(html_page.png(picture.figure))
+        (out / "figures" / "curves.pdf").write_bytes(html_page.pdf(picture.figure))
         part = out / "compare.html.part"
         part.write_text(_page(rows, result_tables, picture), encoding="utf-8")
         return part.replace(out / "compare.html")

@@ -7,7 +7,6 @@ tell the colours apart. The background is white, for print.
 
 import itertools
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from fedjax_pfl.report.run_reader import Record
 _DIRECTIONS = {"down": "#0072B2", "up": "#E69F00"}
 _STATISTICS = ("mean", "std", "worst10")
 _MAX_LAYERS = 20  # smaller layers share one bar
-_MAX_MARKERS = 40  # with more evaluations, markers hide the line
+MAX_MARKERS = 40  # with more evaluations, markers hide the line
 
 
 class Curve(NamedTuple):
@@ -38,6 +37,8 @@ class Curve(NamedTuple):
     rounds: Sequence[int]
     bytes_moved: Sequence[float]
     score: Sequence[float]
+    lowest: Sequence[float]  # lowest score of a seed
+    highest: Sequence[float]
 
 
 def draw(
@@ -129,55 +130,6 @@ def _over_bytes(
     return Picture(figure, caption, f"{alt} {format_bytes(moved[-1])} were moved.")
 
 
-def curves(rows: Mapping[str, Curve], metric: Metric) -> Picture:
-    """Draws the scores of compared rows over rounds and, if any moved, over bytes."""
-    moved = any(value > 0 for curve in rows.values() for value in curve.bytes_moved)
-    wrapped = [textwrap.fill(label, 60).replace("$", r"\$") for label in rows]
-    height = 4.2 + 0.1 * sum(label.count("\n") + 1 for label in wrapped)
-    figure = drawing.new_figure(
-        f"{metric_title(metric)} before local training",
-        drawing.WIDTH * (1.5 if moved else 1),
-        height,
-    )
-    panels = figure.subplots(1, 2 if moved else 1, sharey=True, squeeze=False)[0]
-    looks = (drawing.COLOURS, drawing.MARKERS, drawing.DASHES)
-    styles = zip(*map(itertools.cycle, looks), strict=True)
-    for label, curve, (colour, marker, dash) in zip(wrapped, rows.values(), styles, strict=False):
-        crowded = len(curve.rounds) > _MAX_MARKERS
-        for axes, x in zip(panels, (curve.rounds, curve.bytes_moved), strict=False):
-            axes.plot(
-                x,
-                curve.score,
-                color=colour,
-                linestyle=dash,
-                marker="" if crowded else marker,
-                markersize=4,
-                linewidth=1.6,
-                label=label,
-                clip_on=False,
-                zorder=3,
-            )
-    for axes in map(drawing.style_axes, panels):
-        axes.label_outer()
-    drawing.round_axis(panels[0], sorted({r for curve in rows.values() for r in curve.rounds}))
-    drawing.score_axis(panels[0], metric)
-    if moved:
-        drawing.bytes_axis(panels[1])
-        panels[1].set_xlabel("bytes moved, down and up, all clients")
-    figure.legend(
-        *panels[0].get_legend_handles_labels(),
-        loc="outside lower left",
-        ncols=2 if moved else 1,
-        frameon=False,
-        fontsize=9,
-        labelcolor=drawing.INK,
-        handlelength=3,
-    )
-    caption = f"Mean {metric_name(metric)} over clients, before local training; mean over seeds."
-    ends = [f"{label}: {format_score(metric, curve.score[-1])}." for label, curve in rows.items()]
-    return Picture(figure, caption, f"{caption} Final scores: {' '.join(ends)}")
-
-
 def _train_loss(metrics: Sequence[Record]) -> Picture | None:
     """Draws the training loss over rounds, or returns None if it was not recorded."""
     loss = [number(record.get("train_loss")) for record in metrics]
@@ -242,7 +194,7 @@ def _traffic(traffic: Mapping[str, Any]) -> Picture | None:
 
 def _line(axes: Axes, x: Sequence[float], y: Sequence[float], stage: str, label: str) -> None:
     """Plots a line in the style of a stage."""
-    marker = drawing.STAGE_MARKERS[stage] if len(x) <= _MAX_MARKERS else ""
+    marker = drawing.STAGE_MARKERS[stage] if len(x) <= MAX_MARKERS else ""
     axes.plot(
         x,
         y,

@@ -38,6 +38,14 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
+def pdf(figure: Figure) -> bytes:
+    """Returns a figure as a reproducible PDF file with embedded TrueType fonts."""
+    buffer = io.BytesIO()
+    with mpl.rc_context({"pdf.fonttype": 42}):  # journals refuse Type 3 fonts
+        figure.savefig(buffer, format="pdf", metadata={"CreationDate": None}, facecolor="white")
+    return buffer.getvalue()
+
+
 def svg_file(figure: Figure, name: str) -> str:
     """Returns a figure as a reproducible SVG file on white; `name` makes its ids."""
     return _svg(figure, name, facecolor="white")

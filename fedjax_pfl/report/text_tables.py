@@ -1,10 +1,14 @@
-"""Tables as plain text, Markdown and LaTeX."""
+"""Tables as plain text, Markdown, LaTeX and CSV."""
 
+import csv
 import html
+import io
 import re
 import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from fedjax_pfl.report import csv_tables
 
 WIDTH = 100
 _MIN_LABEL_WIDTH = 16
@@ -36,6 +40,7 @@ class Table(NamedTuple):
     rows: list[list[str]]
     variants: Sequence[list[str]] = ()  # variants of this library, below a line
     title: str = ""  # heading on a page
+    best: Sequence[int] = ()  # per head: 1 if higher is better, -1 if lower is better, 0 if neither
 
     @property
     def all_rows(self) -> list[list[str]]:
@@ -96,30 +101,66 @@ def markdown(tables: Sequence[Table]) -> str:
 
 
 def latex(tables: Sequence[Table]) -> str:
-    """Returns tables as LaTeX that needs no package."""
+    """Returns tables as LaTeX for the package booktabs, with the best values of columns in bold."""
+    return "\n\n".join(map(_latex_table, tables))
 
-    def line(cells: Sequence[str]) -> str:
-        return " & ".join(map(_escaped, cells)) + r" \\"
 
-    return "\n\n".join(
-        "\n".join(
-            [
-                r"\begin{table}",
-                rf"\caption{{{_escaped(table.caption)}}}",
-                rf"\begin{{tabular}}{{l{'r' * len(table.heads)}}}",
-                r"\hline",
-                line(["", *table.heads]),
-                r"\hline",
-                *map(line, table.rows),
-                *([r"\hline", rf"{LINE} \\"] if table.variants else []),
-                *map(line, table.variants),
-                r"\hline",
-                r"\end{tabular}",
-                r"\end{table}",
-            ]
-        )
-        for table in tables
+def _latex_table(table: Table) -> str:
+    best = best_values(table)
+
+    def cell(text: str, column: int) -> str:
+        is_best = best[column] is not None and _value(text) == best[column]
+        return rf"\textbf{{{_escaped(text)}}}" if is_best else _escaped(text)
+
+    def line(label: str, *cells: str) -> str:
+        return " & ".join([_escaped(label), *map(cell, cells, range(len(cells)))]) + r" \\"
+
+    lines = [
+        r"\begin{table}",
+        r"\centering",
+        rf"\caption{{{_escaped(table.caption)}}}",
+        rf"\begin{{tabular}}{{l{'r' * len(table.heads)}}}",
+        r"\toprule",
+        line("", *table.heads),
+        r"\midrule",
+        *(line(*row) for row in table.rows),
+        *([r"\midrule", rf"{LINE} \\"] if table.variants else []),
+        *(line(*row) for row in table.variants),
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table}",
+    ]
+    return "\n".join(lines)
+
+
+def best_values(table: Table) -> list[float | None]:
+    """Returns the best value of each column as printed, without deviations.
+
+    A column has no best value if it has no direction or if all its values are equal.
+    """
+    best: list[float | None] = []
+    for column, sign in enumerate(table.best or [0] * len(table.heads), 1):
+        values = {_value(row[column]) for row in table.all_rows}
+        numbers = sorted(sign * value for value in values if value is not None)
+        best.append(sign * numbers[-1] if sign and len(numbers) > 1 else None)
+    return best
+
+
+def _value(cell: str) -> float | None:
+    """Returns the number at the start of a cell, or None."""
+    try:
+        return float(cell.split(" ")[0].replace(",", ""))
+    except ValueError:
+        return None
+
+
+def as_csv(table: Table) -> str:
+    """Returns the cells of a table as CSV, with this library's variants last."""
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerows(
+        map(csv_tables.escaped, row) for row in [["", *table.heads], *table.all_rows]
     )
+    return buffer.getvalue().rstrip("\n")
 
 
 def _escaped(cell: str) -> str:

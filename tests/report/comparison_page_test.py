@@ -10,7 +10,14 @@ from scipy.stats import wilcoxon
 
 from fedjax_pfl.algorithms import METHODS
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.report import comparison, comparison_page, figures
+from fedjax_pfl.report import (
+    comparison,
+    comparison_curves,
+    comparison_page,
+    figures,
+    html_page,
+    text_tables,
+)
 from fedjax_pfl.report.numbers import metric_of
 from tests.report import comparison_test
 from tests.report.comparison_test import made, rows_of, settings
@@ -47,9 +54,11 @@ def test_variants_are_below_a_line_in_every_format(pair, monkeypatch):
     assert set(map(len, lines[at - 1 : at + 1])) == {len(lines[at])}
     markdown = comparison_page.markdown(rows)
     assert "|\n| Variants of this library: |  |  |  |  |  |  |  |  |\n| Local (variant" in markdown
-    assert "\\hline\nVariants of this library: \\\\\nLocal" in comparison_page.latex(rows)
+    assert "\\midrule\nVariants of this library: \\\\\nLocal" in comparison_page.latex(rows)
     page = comparison_page._page(
-        rows, comparison_page.tables(rows), figures.curves({}, metric_of(pair[0].runs[0].metrics))
+        rows,
+        comparison_page.tables(rows),
+        comparison_curves.draw({}, metric_of(pair[0].runs[0].metrics)),
     )
     assert page.count('scope="rowgroup">Variants of this library:</th></tr>\n<tr><th') == 1
 
@@ -80,7 +89,8 @@ def test_markdown_parsed_back(pair):
 def test_latex_parsed_back(pair):
     pair = [pair[0], pair[1]._replace(label="a_b & 5 % <$x^2~{}\\>")]
     text = comparison_page.latex(pair)
-    plain = text.replace(r"$\pm$", "±").replace("$+$", "+").replace("$-$", "-")
+    plain = re.sub(r"\\textbf{(.*?)}", r"\1", text)
+    plain = plain.replace(r"$\pm$", "±").replace("$+$", "+").replace("$-$", "-")
     rows = [x.removesuffix(r" \\").split(" & ") for x in plain.splitlines() if x.endswith(r"\\")]
     results, tests = comparison_page.tables(pair)
     assert rows[1] == results.rows[0]
@@ -102,13 +112,23 @@ def test_csv_parsed_back(pair):
     assert (float(second["megabytes_down"]), float(second["megabytes_up"])) == (20.0, 5.0)
 
 
+TITLES = ("results", "paired_tests")
+
+
 def test_files_and_a_self_contained_page(pair, tmp_path):
     hostile = [pair[0], pair[1]._replace(label="<script> $x_{$")]
     page = comparison_page.write(hostile, tmp_path / "new" / "out")
-    assert {p.name for p in page.parent.iterdir()} == {
-        f"compare.{suffix}" for suffix in ("txt", "md", "tex", "csv", "png", "html")
-    }
-    assert (page.parent / "compare.txt").read_text() == comparison_page.text(hostile) + "\n"
+    tables = comparison_page.tables(hostile)
+    names = {f"tables/{name}.{suffix}" for name in TITLES for suffix in ("csv", "tex", "md")}
+    files = {p.relative_to(page.parent).as_posix() for p in page.parent.rglob("*") if p.is_file()}
+    names |= {"compare.html", "compare.csv", "figures/curves.pdf", "figures/curves.png"}
+    assert files == names
+    for name, table in zip(TITLES, tables, strict=True):
+        path = page.parent / "tables" / name
+        assert path.with_suffix(".tex").read_text() == text_tables.latex([table]) + "\n"
+        assert path.with_suffix(".md").read_text() == text_tables.markdown([table]) + "\n"
+        rows = list(csv.reader(io.StringIO(path.with_suffix(".csv").read_text())))
+        assert rows == [["", *table.heads], *table.all_rows]
     text = page.read_text()
     assert text.count("<svg") == 1
     assert "http" not in text
@@ -117,6 +137,22 @@ def test_files_and_a_self_contained_page(pair, tmp_path):
     assert "<dt>clients</dt><dd>3</dd>" in text
     assert "<dt>algorithm</dt>" not in text  # a differing setting
     assert f">{pair[1].runs[1].directory}</td>" in text
+
+
+def test_curves_have_a_band_over_seeds_and_a_reproducible_pdf(pair):
+    curves = {row.label: comparison.curve(row) for row in pair}
+    metric = metric_of(pair[0].runs[0].metrics)
+    pictures = [comparison_curves.draw(curves, metric) for _ in range(2)]
+    first, second = (html_page.pdf(picture.figure) for picture in pictures)
+    assert first == second
+    assert first.startswith(b"%PDF")
+    band = pictures[0].figure.axes[0].collections[0].get_paths()[0].get_extents()
+    assert (band.x0, band.x1) == (5, 10)
+    assert (band.y0, band.y1) == (curves["FedAvg"].lowest[0], curves["FedAvg"].highest[1])
+    assert pictures[0].caption.endswith("Bands reach from the lowest to the highest seed.")
+    single = {"a": curves["FedAvg"]._replace(lowest=[0.3, 0.6], highest=[0.3, 0.6])}
+    single["no common round"] = figures.Curve([], [], [], [], [])
+    assert "Bands" not in comparison_curves.draw(single, metric).caption
 
 
 def test_folder_that_cannot_be_written_is_refused(pair, tmp_path):

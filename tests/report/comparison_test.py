@@ -153,7 +153,7 @@ def test_summary_of_one_seed_without_evaluation_after_training(tmp_path):
     ]
 
 
-def test_curve_has_means_over_seeds_at_common_rounds(tmp_path):
+def test_curve_has_means_and_extremes_over_seeds_at_common_rounds(tmp_path):
     paths = [
         made(tmp_path / "a", [0.4], settings(seed=0)),
         made(tmp_path / "b", [0.8], settings(seed=1), rounds=(5, 8, 10)),
@@ -161,6 +161,8 @@ def test_curve_has_means_over_seeds_at_common_rounds(tmp_path):
     curve = comparison.curve(rows_of(*paths)[0])
     assert curve.rounds == [5, 10]
     assert curve.score == pytest.approx([(0.2 + 0.4) / 2, 0.6])
+    assert curve.lowest == pytest.approx([0.2, 0.4])
+    assert curve.highest == pytest.approx([0.4, 0.8])
     assert curve.bytes_moved == [12_500_000, 25_000_000]
 
 
