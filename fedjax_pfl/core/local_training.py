@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl.core import batches, optimizers
+from fedjax_pfl.core import batches, optimizers, scores
 from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.errors import UsageError, require_at_least
 from fedjax_pfl.core.examples import Batch, ClientData, Split, take
@@ -43,6 +43,7 @@ class Scores(NamedTuple):
     metrics: dict[str, PyTree]  # states of metrics, by name
     loss: jax.Array
     examples: jax.Array  # int32: number of examples
+    confusion: jax.Array | None = None  # [C, C]: examples by class and predicted class, if counted
 
 
 def sgd(*, momentum: float = 0.0, weight_decay: float = 0.0, **settings: Any) -> Training:
@@ -313,6 +314,8 @@ def evaluate(
     split: Split,
     task: Task,
     batch_size: int = 128,
+    *,
+    count_confusion: bool = False,
 ) -> Scores:
     """Sums the task's metrics and loss over the examples of a split.
 
@@ -323,9 +326,10 @@ def evaluate(
       split: The split to evaluate.
       task: Loss and metrics.
       batch_size: Examples per forward pass.
+      count_confusion: Whether to count the confusion matrix. Requires a task with classes.
     """
 
-    def score(batch: Batch) -> tuple[dict[str, PyTree], jax.Array]:
+    def score(batch: Batch) -> tuple[dict[str, PyTree], jax.Array, jax.Array | None]:
         outputs = predict(variables, batch.x)
 
         def masked_sum(values: jax.Array) -> jax.Array:
@@ -334,12 +338,17 @@ def evaluate(
 
         terms = {m.name: m.update(outputs, batch.y, data.classes) for m in task.metrics}
         sums = jax.tree.map(masked_sum, terms)
-        return sums, masked_sum(task.loss(outputs, batch.y, data.classes))
+        matrix = (
+            scores.confusion_matrix(outputs, batch.y, data.classes, batch.mask)
+            if count_confusion
+            else None
+        )
+        return sums, masked_sum(task.loss(outputs, batch.y, data.classes)), matrix
 
     if split.rows.shape[0] == 0:
         empty = Split(jnp.zeros((1,), split.rows.dtype), split.size)
         shapes = jax.eval_shape(lambda: batches.sum_batches(score, data, empty, 1))
-        metrics, loss = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        return Scores(metrics, loss, jnp.zeros((), jnp.int32))
-    metrics, loss = batches.sum_batches(score, data, split, batch_size)
-    return Scores(metrics, loss, split.size)
+        metrics, loss, matrix = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return Scores(metrics, loss, jnp.zeros((), jnp.int32), matrix)
+    metrics, loss, matrix = batches.sum_batches(score, data, split, batch_size)
+    return Scores(metrics, loss, split.size, matrix)

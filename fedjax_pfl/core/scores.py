@@ -91,6 +91,25 @@ def _confusion(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> C
     return Confusion(actual, predicted, actual * predicted)
 
 
+def confusion_matrix(
+    outputs: jax.Array, y: jax.Array, classes: jax.Array | None, mask: jax.Array
+) -> jax.Array:
+    """Counts the examples of a batch by class and predicted class.
+
+    Args:
+      outputs: Logits, [B, C].
+      y: Classes, int [B].
+      classes: Classes that the client uses, bool [C], or None for all.
+      mask: Examples to count, bool [B].
+
+    Returns:
+      float32 [C, C]; a row is a class, a column a predicted class.
+    """
+    logits = mask_logits(outputs, classes)
+    actual = jax.nn.one_hot(y, logits.shape[-1]) * mask[:, None].astype(jnp.float32)
+    return actual.T @ jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1])
+
+
 def _label_confusion(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> Confusion:
     actual = y.astype(jnp.float32)
     predicted = (mask_logits(outputs, classes) > 0).astype(jnp.float32)

@@ -18,6 +18,7 @@ from fedjax_pfl.settings import configuration
 Record = Mapping[str, Any]  # a line of metrics.jsonl
 CONFIG, METRICS, REPORT = "config.json", "metrics.jsonl", "report.html"
 CLIENTS, TRAFFIC, PROVENANCE, EXAMPLES = "clients.csv", "traffic.json", "made.json", "data.json"
+CONFUSION = "confusion.json"
 STAGES = ("before", "after", "validation")
 _MAX_DEPTH = 12  # of nested settings; the library has three levels
 _MAX_NUMBER = 10**30  # a float can hold it
@@ -37,6 +38,7 @@ class Run(NamedTuple):
     # Digest of the examples if they come from files; "" if the configuration determines them;
     # None if unknown.
     examples: str | None = ""
+    confusion: Mapping[str, Any] = {}  # number of classes, and a matrix for each stage, if counted
 
     @property
     def seed(self) -> int:
@@ -70,6 +72,7 @@ def read(directory: Path) -> Run:
         config=config,
         metrics=metrics,
         clients=read_at_end(CLIENTS, _clients, []),
+        confusion=read_at_end(CONFUSION, _confusion, {}),
         traffic=read_at_end(TRAFFIC, _traffic, {}),
         provenance=read_provenance(directory),
         finished=finished,
@@ -270,6 +273,25 @@ def _cell(column: str, text: str, row: int) -> Any:
         except ValueError:
             continue
     raise _InvalidFile(f"row {row}: {column} is {text[:40]!r}")
+
+
+def _confusion(path: Path) -> dict[str, Any]:
+    """Reads confusion.json."""
+    content = _json(path)
+    classes = content.get("classes")
+    if type(classes) is not int:
+        raise _InvalidFile("it has no number of classes")
+    for stage in ("before", "after"):
+        matrix = content.get(stage, [])
+        valid = isinstance(matrix, list) and len(matrix) in (0, classes)
+        if not valid or not all(
+            isinstance(row, list)
+            and len(row) == classes
+            and all(type(count) is int and 0 <= count < _MAX_NUMBER for count in row)
+            for row in matrix
+        ):
+            raise _InvalidFile(f"{stage} is no matrix of {classes} by {classes} counts")
+    return content
 
 
 def _traffic(path: Path) -> dict[str, Any]:

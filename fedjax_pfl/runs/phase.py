@@ -34,6 +34,9 @@ from fedjax_pfl.simulation.streamed import StreamedProgram
 
 # With more clients than this, a sample of them is evaluated unless `evaluate_clients` is set.
 _MAX_EVALUATED = 10_000
+# A run with more classes, or more entries over all clients, writes no confusion matrix.
+_MAX_CONFUSION_CLASSES = 100
+_MAX_CONFUSION_ENTRIES = 10_000_000
 
 
 @dataclasses.dataclass(eq=False)
@@ -96,6 +99,20 @@ class PhaseInputs:
         rng = np.random.default_rng([config.partition_seed, 0xE7A1])
         return np.sort(rng.choice(active, count, replace=False)).astype(np.int32)
 
+    @property
+    def count_confusion(self) -> bool:
+        """Returns True if evaluations count confusion matrices.
+
+        They do not if clients number the classes differently.
+        """
+        clients, classes = self.federation.clients, self.federation.outputs
+        return (
+            self.federation.task.has_classes
+            and self.arrays.label_map is None
+            and classes <= _MAX_CONFUSION_CLASSES
+            and clients * classes**2 <= _MAX_CONFUSION_ENTRIES
+        )
+
     def function_maker(
         self, chunk: int, *, by_client: bool = False
     ) -> Callable[[Algorithm], RoundFunctions]:
@@ -115,6 +132,7 @@ class PhaseInputs:
             evaluate_after=config.evaluate_after,
             validate_after=config.validate_after,
             evaluated_ids=self.evaluated,
+            count_confusion=self.count_confusion,
             chunk=chunk,
             mesh=self.mesh,
             by_client=by_client,

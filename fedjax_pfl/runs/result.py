@@ -1,5 +1,6 @@
 """Result of a run, its record and its report."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ class Result(NamedTuple):
     config: dict[str, Any]
     metrics: list[dict[str, Any]]  # one per evaluation, as in metrics.jsonl
     clients: list[dict[str, Any]]  # one per client, as in clients.csv
+    confusion: Mapping[str, Any]  # as in confusion.json; empty if no matrices were counted
     ledger: Ledger
     state: State
     best: State | None  # best state of the last phase; None without validation examples
@@ -50,6 +52,7 @@ def make_result(experiment: Experiment, sweep_run: SweepRun, state: State) -> Re
         config=sweep_run.config,
         metrics=list(sweep_run.at.metrics),
         clients=client_table(experiment, sweep_run.at),
+        confusion=sweep_run.at.confusion,
         ledger=sweep_run.at.ledger,
         state=state,
         best=sweep_run.best,
@@ -71,6 +74,7 @@ def run_record(result: Result) -> run_reader.Run:
         config=result.config,
         metrics=result.metrics,
         clients=result.clients,
+        confusion=result.confusion,
         traffic=run_directory.traffic(result.ledger),
         provenance=run_reader.read_provenance(result.directory),
         examples=run_reader.examples_of(result.directory, result.config),

@@ -187,6 +187,12 @@ def write_clients(directory: Path, rows: list[dict[str, Any]]) -> None:
     _replace(directory / "clients.csv", buffer.getvalue())
 
 
+def write_confusion(directory: Path, content: Mapping[str, Any]) -> None:
+    """Writes confusion.json, except for runs without confusion matrices."""
+    if content:
+        _replace(directory / run_reader.CONFUSION, json.dumps(content) + "\n")
+
+
 def write_observations(directory: Path, observations: Observations) -> None:
     """Writes NAME.npz for each observation: `rounds` [E] and `values` [E, ...]."""
     for name, (rounds, arrays) in observations.items():

@@ -37,6 +37,7 @@ class Position(NamedTuple):
     pending: tuple[dict[str, float], int] = ({}, 0)  # training metrics since the last evaluation
     metrics: tuple[dict[str, Any], ...] = ()
     clients: tuple[dict[str, Any], ...] = ()  # rows of the last evaluation
+    confusion: Mapping[str, Any] = {}  # confusion matrices of the last evaluation
     best_round: int | None = None  # of this phase, by validation
     best_score: float | None = None
 
@@ -144,7 +145,12 @@ def record_evaluation(
     rows = metrics.client_scores(scores, task, experiment.phases[at.phase].inputs.evaluated)
     previous = at.clients if at.best_round is not None else ()  # none of an earlier phase
     rows = metrics.add_best(rows, previous, is_best, task)
-    sweep_run.at = at._replace(metrics=(*at.metrics, line), clients=rows, pending=({}, 0))
+    sweep_run.at = at._replace(
+        metrics=(*at.metrics, line),
+        clients=rows,
+        confusion=metrics.confusion(scores, active),
+        pending=({}, 0),
+    )
     return line
 
 

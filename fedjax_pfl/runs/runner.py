@@ -237,6 +237,7 @@ def _execute(
             continue
         with sweep_run.writing():
             run_directory.write_clients(sweep_run.directory, result.clients)
+            run_directory.write_confusion(sweep_run.directory, result.confusion)
             run_directory.write_traffic(sweep_run.directory, result.ledger)
             if not (sweep_run.directory / "report.html").exists():
                 write_report(result)

@@ -100,6 +100,25 @@ def summary(scores: Scores, active: np.ndarray, task: Task) -> dict[str, Any] | 
     return line | {"clients": len(examples), "not_finite": int(scored.sum()) - len(examples)}
 
 
+def confusion(scores: Evaluation, active: np.ndarray) -> dict[str, Any]:
+    """Returns the content of confusion.json, or {} if no matrices were counted.
+
+    Args:
+      scores: Result of an evaluation, arrays [N].
+      active: bool [N]. Other clients, and clients whose loss is not finite, are left out.
+
+    Returns:
+      "classes" and, for each evaluated stage, "before" and "after", the sum of the matrices.
+    """
+    content: dict[str, Any] = {}
+    for stage, part in (("before", scores.before), ("after", scores.after)):
+        if part is not None and part.confusion is not None:
+            included = _has_scores(part, active) & np.isfinite(np.asarray(part.loss))
+            matrix = np.asarray(part.confusion)[included].sum(0, dtype=np.float64).astype(np.int64)
+            content |= {"classes": len(matrix), stage: matrix.tolist()}
+    return content
+
+
 def user_metrics(task: Task) -> dict[str, Any]:
     """Returns the facts that a report needs about user-defined metrics, or {} if there are none."""
     facts = {

@@ -67,6 +67,7 @@ class RoundSpec(NamedTuple):
     evaluate_after: bool
     validate_after: bool
     evaluated_ids: np.ndarray | None  # None: all clients
+    count_confusion: bool  # on the test examples
     chunk: int
     mesh: Any  # None: one device
     is_spread: bool  # rows and client-side state are spread over the mesh

@@ -99,6 +99,7 @@ def round_functions(
     evaluate_after: bool = True,
     validate_after: bool = False,
     evaluated_ids: np.ndarray | None = None,
+    count_confusion: bool = False,
     chunk: int = 1,
     mesh: Mesh | None = None,
     by_client: bool = False,
@@ -117,6 +118,8 @@ def round_functions(
       validate_after: Whether validation examples are scored with that model.
       evaluated_ids: Sorted ids of the clients to evaluate; all others have no examples. Default:
         all clients.
+      count_confusion: Whether `evaluate` also counts the confusion matrix of every client's test
+        examples.
       chunk: Clients that are vmapped together, see `map_clients`.
       mesh: Devices, see `map_clients`.
       by_client: Whether rows and client-side state are spread over the mesh, see `spread`.
@@ -143,6 +146,7 @@ def round_functions(
         evaluate_after=evaluate_after,
         validate_after=validate_after,
         evaluated_ids=evaluated_ids,
+        count_confusion=count_confusion,
         chunk=chunk,
         mesh=mesh,
         is_spread=by_client and mesh is not None,

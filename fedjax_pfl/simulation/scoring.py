@@ -115,17 +115,25 @@ def _scores(
     examples = client_data(data, place)
     test = Split(data.test.rows[place], data.test.size[place])
     score = partial(_score, spec.federation.task, member, examples)
-    before, validation = score(model, test), score(model, examples.validation)
+    score_test = partial(score, split=test, count_confusion=spec.count_confusion)
+    before, validation = score_test(model), score(model, examples.validation)
     if not spec.evaluate_after:
         return Evaluation(before=before, validation=validation, after=None)
     ctx = ClientContext(i, examples, t, stage_key(key, TRAIN, t, i))
     _, trained_model, _, _ = member.train(payload, client, ctx)
     if spec.validate_after:
         validation = score(trained_model, examples.validation)
-    return Evaluation(before=before, validation=validation, after=score(trained_model, test))
+    return Evaluation(before=before, validation=validation, after=score_test(trained_model))
 
 
 def _score(
-    task: Task, member: Algorithm, data: ClientData, variables: PyTree, split: Split
+    task: Task,
+    member: Algorithm,
+    data: ClientData,
+    variables: PyTree,
+    split: Split,
+    count_confusion: bool = False,
 ) -> local_training.Scores:
-    return local_training.evaluate(member.predict, variables, data, split, task)
+    return local_training.evaluate(
+        member.predict, variables, data, split, task, count_confusion=count_confusion
+    )

@@ -257,7 +257,7 @@ def test_evaluate_without_rows():
 
     scores = local_training.evaluate(predict, (), data, data.validation, POWERS)
     zeros = {"power": 0, "pair": {"of_two": [0, 0]}}
-    assert jax.tree.map(lambda leaf: leaf.tolist(), scores) == (zeros, 0, 0)
+    assert jax.tree.map(lambda leaf: leaf.tolist(), scores) == (zeros, 0, 0, None)
 
 
 @pytest.mark.parametrize("settings", [{"epochs": 2}, {"steps": 3}])

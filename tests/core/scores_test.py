@@ -67,6 +67,17 @@ def test_classification_metrics():
     np.testing.assert_allclose(balanced, expected, rtol=1e-6)
 
 
+def test_confusion_matrix_counts_the_examples_of_the_mask():
+    outputs = RNG.normal(size=(N, 5)).astype(np.float32)
+    y, mask = RNG.integers(0, 4, N).astype(np.int32), RNG.integers(0, 2, N).astype(bool)
+    for classes in (None, np.array([1, 1, 1, 0, 1], bool)):
+        matrix = scores.confusion_matrix(outputs, y, classes, mask)
+        logits = outputs if classes is None else np.where(classes, outputs, -np.inf)
+        predicted = logits.argmax(1)[mask]
+        expected = oracle.confusion_matrix(y[mask], predicted, labels=range(5))
+        np.testing.assert_array_equal(matrix, expected)
+
+
 def test_auroc_of_two_classes():
     """The area is exact if all scores are in different bins; scores in one bin are ties."""
     y = RNG.integers(0, 2, N).astype(np.int32)

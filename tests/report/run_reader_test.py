@@ -45,6 +45,12 @@ DAMAGE = {
         "client,active,test_examples,before_accuracy\n0,1\n",
         "client,active,test_examples,before_accuracy\n0,1,2,0.5,9,9\n",
     ],
+    "confusion.json": [
+        '{"before": [[1]]}',
+        '{"classes": 2, "before": [[1, 0], [1]]}',
+        '{"classes": 1, "after": [[1.5]]}',
+        '{"classes": 1, "after": 3}',
+    ],
     "traffic.json": ["[]", '{"down": 3}', '{"down": {"fc": "many"}}', '{"total_down": []}'],
 }
 

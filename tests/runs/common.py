@@ -43,6 +43,7 @@ FILES = {
     "plan.json",
     "metrics.jsonl",
     "clients.csv",
+    "confusion.json",
     "traffic.json",
     "checkpoints",
     "figures",

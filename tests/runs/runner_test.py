@@ -12,6 +12,7 @@ from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import client_data
+from fedjax_pfl.data.federate import portions
 from fedjax_pfl.runs import build, runner
 from tests.runs.common import (
     BASE,
@@ -86,6 +87,14 @@ def test_the_files_agree_with_the_result(finished):
         mean = np.mean(numbers(f"best_{stage}_accuracy"))
         assert mean == pytest.approx(best[stage]["accuracy_mean"])
     assert [int(n) for n in numbers("train_examples")] == result.federation.counts.tolist()
+
+    confusion = json.loads((directory / "confusion.json").read_text())
+    test = portions(result.data, confusion["classes"]).test
+    for stage in ("before", "after"):
+        matrix = np.array(confusion[stage])
+        np.testing.assert_array_equal(matrix.sum(1), test.sum(0))
+        correct = np.dot(numbers(f"{stage}_accuracy"), numbers("test_examples"))
+        assert np.trace(matrix) == pytest.approx(correct)
 
 
 def test_a_finished_run_is_unchanged(finished):
