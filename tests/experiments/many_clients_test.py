@@ -1,4 +1,4 @@
-"""The measurement of many clients: what it is made of, and what it keeps."""
+"""Tests of the measurement of many clients: its data, its processes and its results."""
 
 import json
 import subprocess
@@ -27,28 +27,28 @@ ROW = {
 
 
 def test_clients_share_a_pool():
-    plain, data = many_clients.make_functions("local", 1000, 100)
+    functions, data = many_clients.make_functions("local", 1000, 100)
     assert data.x.shape == (20_000, 32, 32, 3)
     assert data.train.rows.shape == (1000, 40)
-    assert len(plain.spec.evaluated_ids) == 250
-    some = cohort_data(data, np.array([3, 999]), 200, test=True)
+    assert len(functions.spec.evaluated_ids) == 250
+    cohort = cohort_data(data, np.array([3, 999]), 200, test=True)
     for place, i in enumerate((3, 999)):
         for part in ("train", "test"):
-            (rows, _), (there, _) = getattr(some, part), getattr(data, part)
-            np.testing.assert_array_equal(some.x[rows[place]], data.x[there[i]])
-            np.testing.assert_array_equal(some.y[rows[place]], data.y[there[i]])
+            (rows, _), (all_rows, _) = getattr(cohort, part), getattr(data, part)
+            np.testing.assert_array_equal(cohort.x[rows[place]], data.x[all_rows[i]])
+            np.testing.assert_array_equal(cohort.y[rows[place]], data.y[all_rows[i]])
 
 
-def test_each_is_a_process_and_is_measured_once(tmp_path, monkeypatch, capsys):
-    asked = []
+def test_each_number_of_clients_is_measured_once_in_its_own_process(tmp_path, monkeypatch, capsys):
+    measured = []
 
-    def run(words, **how):
-        asked.append(words[-1])
-        if words[-1] == "--only=local:1000":
-            return subprocess.CompletedProcess(words, 1, "", "it is full\n")
-        return subprocess.CompletedProcess(words, 0, "said\n" + json.dumps(ROW) + "\n", "")
+    def run(arguments, **options):
+        measured.append(arguments[-1])
+        if arguments[-1] == "--only=local:1000":
+            return subprocess.CompletedProcess(arguments, 1, "", "it is full\n")
+        return subprocess.CompletedProcess(arguments, 0, "log line\n" + json.dumps(ROW) + "\n", "")
 
-    out = tmp_path / "found.json"
+    out = tmp_path / "rows.json"
     flag = {
         "clients": ["100", "1000"],
         "methods": ["local"],
@@ -79,37 +79,37 @@ def test_each_is_a_process_and_is_measured_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(many_clients.subprocess, "run", run)
     for _ in range(2):
         many_clients.main(sys.argv[:1])
-    assert asked == ["--only=local:100", "--only=local:1000"]
+    assert measured == ["--only=local:100", "--only=local:1000"]
     assert "local, 1000 clients: it is full" in capsys.readouterr().out
     assert [row["ok"] for row in json.loads(out.read_text())["local"]] == [True, False]
-    drawn = (tmp_path / "picture.svg").read_bytes()
+    picture = (tmp_path / "picture.svg").read_bytes()
     many_clients.main(sys.argv[:1])
-    assert len(drawn) > 1000
-    assert (tmp_path / "picture.svg").read_bytes() == drawn
+    assert len(picture) > 1000
+    assert (tmp_path / "picture.svg").read_bytes() == picture
 
-    def there(start, checkout, clients, cohort, most, limit):
-        asked.append((Path(start[1]).name, clients, cohort, most, limit))
+    def measure_library(start, checkout, clients, cohort, most, limit):
+        measured.append((Path(start[1]).name, clients, cohort, most, limit))
         if clients == 1000:
             raise Gone("it has no room")
         return {"clients": clients, "peak": 2**31}
 
     flag["pfllib"], flag["clients"] = str(CHECKOUTS / "pfllib"), ["10000", "1000", "100"]
-    monkeypatch.setattr(many_clients, "measure_library", there)
+    monkeypatch.setattr(many_clients, "measure_library", measure_library)
     monkeypatch.setattr(many_clients.rivals, "commit", lambda path: "d832e76")
-    for _ in range(2):  # it ends with the first number that it cannot do
+    for _ in range(2):  # larger numbers are not tried after a failure
         many_clients.main(sys.argv[:1])
     rival = "rival_pfllib.py"
-    assert asked[2:4] == [(rival, 100, 100, 12.0, 60.0), (rival, 1000, 100, 12.0, 60.0)]
+    assert measured[2:4] == [(rival, 100, 100, 12.0, 60.0), (rival, 1000, 100, 12.0, 60.0)]
     assert "pfllib, 1000 clients: it has no room" in capsys.readouterr().out
-    found = json.loads(out.read_text())
-    assert [row["ok"] for row in found["PFLlib, fedavg"]] == [True, False]
-    assert len(found["local"]) == 2
-    assert (tmp_path / "picture.svg").read_bytes() != drawn
+    rows = json.loads(out.read_text())
+    assert [row["ok"] for row in rows["PFLlib, fedavg"]] == [True, False]
+    assert len(rows["local"]) == 2
+    assert (tmp_path / "picture.svg").read_bytes() != picture
 
 
 @pytest.mark.slow("compiles LeNet's programs twice")
-def test_measured():
-    found = many_clients.measure("fedper", 12, 4, 1, "disk", 5)
-    assert 5 * 3400 <= found["written"] <= 12 * 3400  # heads, each once
-    assert 0 < found["step"] < 60
-    assert found["peak"] > 1e8
+def test_measured_row():
+    row = many_clients.measure("fedper", 12, 4, 1, "disk", 5)
+    assert 5 * 3400 <= row["written"] <= 12 * 3400  # heads, each once
+    assert 0 < row["step"] < 60
+    assert row["peak"] > 1e8

@@ -1,4 +1,4 @@
-"""The papers' numbers: whole, as counted from the papers, and shown beside what they belong to."""
+"""Tests of the papers' published numbers: checksums, and their use by tables and studies."""
 
 import json
 import re
@@ -33,85 +33,87 @@ STUDIES = {"pfedla": pfedla, "pfedhn": pfedhn, "fedmn": fedmn, "factorized_fl": 
         ("factorized_fl/table1", 9224.29, 161.89, 419150.48),
     ],
 )
-def test_tables_are_as_counted_from_the_papers(name, means, deviations, places):
-    """Sums of means and of deviations, and of means times row times column: each in its place."""
+def test_published_tables_have_the_right_sums(name, means, deviations, places):
+    """Checks the sum of means, of deviations, and of means times row times column."""
     table = TABLES[name]
-    found = [
+    numbers = [
         (i * j, value if isinstance(value, list) else (value, 0))
         for i, cells in enumerate(table.cells.values(), 1)
         for j, column in enumerate(table.columns, 1)
         if (value := cells.get(column)) is not None
     ]
-    assert sum(mean for _, (mean, _) in found) == pytest.approx(means, abs=1e-3)
-    assert sum(std for _, (_, std) in found) == pytest.approx(deviations, abs=1e-3)
-    assert sum(place * mean for place, (mean, _) in found) == pytest.approx(places, abs=1e-3)
+    assert sum(mean for _, (mean, _) in numbers) == pytest.approx(means, abs=1e-3)
+    assert sum(std for _, (_, std) in numbers) == pytest.approx(deviations, abs=1e-3)
+    assert sum(place * mean for place, (mean, _) in numbers) == pytest.approx(places, abs=1e-3)
 
 
-def test_there_is_a_file_for_each_paper_and_a_table_for_each_of_its_tables():
-    """The first of FedMN's describes data."""
+def test_every_published_table_is_in_the_list():
+    """Table 1 of FedMN describes datasets, so it has no cells to run."""
     assert {path.parent.name for path in PAPERS.glob("*/published.json")} == set(STUDIES)
-    kept = {f"{p}/{key}" for p in STUDIES for key in published(p) if key.startswith("table")}
-    assert kept - set(TABLES) == {"fedmn/table1"}
-    assert set(TABLES) < kept
+    published_tables = {
+        f"{p}/{key}" for p in STUDIES for key in published(p) if key.startswith("table")
+    }
+    assert published_tables - set(TABLES) == {"fedmn/table1"}
+    assert set(TABLES) < published_tables
 
 
-def test_fedmns_data_are_those_of_the_presets():
+def test_fedmn_presets_match_the_published_datasets():
     for dataset, row in published("fedmn")["table1"].items():
-        made = presets.get_config(dataset)
-        assert made.clients == row["clients"]
-        assert "x".join(map(str, made.fedmn.layout)) == row["layout"]
-        assert {"cnn": "2-layer CNN", "mobilenet": "MobileNet-v2"}[made.model] in row["network"]
+        config = presets.get_config(dataset)
+        assert config.clients == row["clients"]
+        assert "x".join(map(str, config.fedmn.layout)) == row["layout"]
+        assert {"cnn": "2-layer CNN", "mobilenet": "MobileNet-v2"}[config.model] in row["network"]
 
 
-def test_the_third_table_of_pfedla_goes_on_from_the_first():
-    """Its accuracies with k = 0 and 1 are the first one's; its bytes those of 75 rounds."""
+def test_pfedla_table3_repeats_cells_of_table1():
+    """Accuracies for k = 0 and k = 1 are in table 1 too. Bytes are of 75 rounds."""
     first, third = TABLES["pfedla/table1"], TABLES["pfedla/table3"]
     for row, k in (("pfedla", "k=0"), ("heurpfedla", "k=1")):
-        for there, column in (
+        for table1_column, column in (
             ("emnist_digits-n10", "emnist_digits-accuracy"),
             ("cifar10-n10", "cifar10-accuracy"),
         ):
-            assert third.cells[k][column] == first.cells[row][there][0]
-            dataset = first.dataset(there)
-            made = [
+            assert third.cells[k][column] == first.cells[row][table1_column][0]
+            dataset = first.dataset(table1_column)
+            configs = [
                 configuration.resolve(table.settings(a, b, dataset, None))
-                for table, a, b in ((first, row, there), (third, k, column))
+                for table, a, b in ((first, row, table1_column), (third, k, column))
             ]
-            assert made[0] == made[1]
+            assert configs[0] == configs[1]
             assert third.settings(k, column.replace("accuracy", "MiB"), dataset, None).rounds == 75
 
 
 @pytest.mark.parametrize(
-    ("paper", "last", "others"),
+    ("paper", "last", "without_figure"),
     [
-        ("pfedla", 7, {"retained", "rates", "compression"}),  # a table, and two of our own
-        ("pfedhn", 7, {"spectral"}),  # a table
+        ("pfedla", 7, {"retained", "rates", "compression"}),  # one is a table, two are our own
+        ("pfedhn", 7, {"spectral"}),  # is a table
         ("fedmn", 2, {"paths", "grouping", "conflict", "gates"}),
-        ("factorized_fl", 7, {"sparsity"}),  # of an appendix
+        ("factorized_fl", 7, {"sparsity"}),  # is in an appendix
     ],
 )
-def test_every_figure_is_there_and_has_its_study(paper, last, others):
-    """A drawing has none. Numbers are a mean or a mean and its deviation, with what they are of."""
+def test_every_published_figure_has_a_study(paper, last, without_figure):
+    """Figures without numbers have no study. Values are a mean, or a mean with its deviation."""
     figures, studies = published(paper)["figures"], STUDIES[paper].STUDIES
-    numbered = {int(found[0]) for name in figures if (found := re.match(r"\d+", name))}
+    numbered = {int(number[0]) for name in figures if (number := re.match(r"\d+", name))}
     assert sorted(numbered) == list(range(1, last + 1))
-    made = {one["study"] for one in figures.values()} - {None}
-    assert made == set(studies) - others
-    for one in figures.values():
-        assert set(one) <= {"shows", "study", "of", "values", "says", "layouts"}
-        assert one["shows"]
-        if "values" in one:
-            assert one["of"]
-            for value in one["values"].values():
+    named_studies = {figure["study"] for figure in figures.values()} - {None}
+    assert named_studies == set(studies) - without_figure
+    for figure in figures.values():
+        assert set(figure) <= {"shows", "study", "of", "values", "says", "layouts"}
+        assert figure["shows"]
+        if "values" in figure:
+            assert figure["of"]
+            for value in figure["values"].values():
                 assert isinstance(value, float) or list(map(type, value)) == [float, float]
-        if one["study"] is None:
-            assert set(one) == {"shows", "study"}
+        if figure["study"] is None:
+            assert set(figure) == {"shows", "study"}
     assert published(paper)["source"].endswith(
         ("figures 1 and 2",) if last == 2 else (f"figures 1 to {last}", "appendix C.5")
     )
 
 
-def test_what_a_paper_states_of_a_figure():
+def test_published_numbers_of_figures():
     depth = {"of": "cifar10-n50", "depth 3": 88.38, "depth 4": 88.42}
     assert readable("pfedhn", "figure6") == {"6": depth}
     assert readable("pfedhn", "fixed")["C.5"]["fixed"] == [83.92, 0.36]
@@ -119,9 +121,15 @@ def test_what_a_paper_states_of_a_figure():
     assert readable("pfedhn", "figure5") == readable("pfedla", "compression") == {}
 
 
-def test_a_study_shows_them_beside_ours(tmp_path, monkeypatch, capsys):
-    given = {"OUT": str(tmp_path), "DATASET": "digits", "PAPER": True, "ROUNDS": 0, "SEEDS": 1}
-    for name, value in {**given, "SET": []}.items():
+def test_a_study_prints_the_published_numbers(tmp_path, monkeypatch, capsys):
+    flag_values = {
+        "OUT": str(tmp_path),
+        "DATASET": "digits",
+        "PAPER": True,
+        "ROUNDS": 0,
+        "SEEDS": 1,
+    }
+    for name, value in {**flag_values, "SET": []}.items():
         monkeypatch.setattr(study, name, SimpleNamespace(value=value))
 
     def set_default(flag, value):

@@ -1,4 +1,4 @@
-"""pFedLA's studies: mixing by similarity, and the sweep of eta."""
+"""Tests of the studies of pFedLA: mixing by similarity, and the sweep of eta."""
 
 import jax
 import jax.numpy as jnp
@@ -32,21 +32,21 @@ def test_a_layer_is_compared_as_one_vector():
 def test_similar_models_weigh_more(kind: str, rows: int):
     """Client 0 and 1 have the same model, the others the opposite one."""
     federation = tiny.federated()[1]
-    made = similarity(
+    algorithm = similarity(
         tiny.Net(), cases.training(), federation, granularity=kind, sharpness=np.log(3)
     )
-    state = made.init(jax.random.key(0))
+    state = algorithm.init(jax.random.key(0))
     signs = jnp.where(jnp.arange(tiny.CLIENTS) < 2, 1.0, -1.0)
 
     def stored(leaf: jax.Array) -> jax.Array:
         return signs.reshape(-1, *(1,) * (leaf.ndim - 1)) * jnp.ones(leaf.shape)
 
     state = state._replace(rows=jax.tree.map(stored, state.rows))
-    alpha = np.asarray(made.observe(state)["alpha"])
+    alpha = np.asarray(algorithm.observe(state)["alpha"])
     assert alpha.shape == (tiny.CLIENTS, rows, tiny.CLIENTS)
     # exp(log 3 * 1) = 3 for two clients, 1/3 for four.
     np.testing.assert_allclose(alpha[0, :, 0], 3 / (6 + 4 / 3), rtol=1e-5)
-    sent = made.send(
+    sent = algorithm.send(
         State((), state.rows, ()), ClientContext(jnp.int32(0), None, jnp.int32(0), None)
     )
     expected = (6 - 4 / 3) / (6 + 4 / 3)

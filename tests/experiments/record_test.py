@@ -1,4 +1,4 @@
-"""Runs that are kept as cells, as curves and as a picture: by their settings alone."""
+"""Tests of `record`, which finds finished runs by their settings and writes cells and pictures."""
 
 import json
 
@@ -16,12 +16,12 @@ TABLE = {NAME: TABLES[NAME]._replace(variants=("ditto",))}
 HEAD = {"about": "ours", "cells": []}
 
 
-def there(path, row, score, rounds=(5, 10), finished=True, **given):
-    """A made-up run of pFedLA's first table, CIFAR-10 and ten clients."""
+def write_run(path, row, score, rounds=(5, 10), finished=True, **changes):
+    """Writes a run directory with the settings of pFedLA's table 1, CIFAR-10, ten clients."""
     config = TABLES[NAME].settings(row, "cifar10-n10", "cifar10", None)
-    config.update({"rounds": rounds[-1], "seed": 0} | given)
-    plain = json.loads(json.dumps(configuration.resolve(config)))
-    return made(path, [score] * 3, plain, finished, rounds=rounds)
+    config.update({"rounds": rounds[-1], "seed": 0} | changes)
+    settings = json.loads(json.dumps(configuration.resolve(config)))
+    return made(path, [score] * 3, settings, finished, rounds=rounds)
 
 
 @pytest.fixture
@@ -33,33 +33,33 @@ def results(tmp_path):
 
 
 def cells(results):
-    """What is kept, by row; and the lines that the file has."""
+    """Returns the recorded cells by row, and the lines of the file."""
     text = (results / "cells.json").read_text()
-    kept = json.loads(text)
-    assert kept["about"] == "ours"
-    return {one["row"]: one for one in kept["cells"]}, text.splitlines()
+    record = json.loads(text)
+    assert record["about"] == "ours"
+    return {cell["row"]: cell for cell in record["cells"]}, text.splitlines()
 
 
 def test_runs_are_cells_by_their_settings(tmp_path, results):
     runs = tmp_path / "runs"
     runs.mkdir()
-    there(runs / "a", "local", 0.6, eval_every=5, data_dir="elsewhere")
+    write_run(runs / "a", "local", 0.6, eval_every=5, data_dir="elsewhere")
     (runs / "a" / "made.json").write_text('{"commit": "abc1234", "versions": "jax 1"}')
-    there(runs / "b", "local", 0.7, seed=2, partition_seed=2)
-    there(runs / "c", "pfedla", 0.8, rounds=(10, 20))
-    there(runs / "d", "pfedla", 0.1, rounds=(5,), seed=1)  # shorter
-    there(runs / "e", "fedavg", 0.1, learning_rate=0.5)  # not the published settings
-    there(runs / "f", "fedrep", 0.1, finished=False)
-    there(runs / "g", "ditto", 0.9)  # a row that the paper has not
-    said = record.record(TABLE, runs, results)
-    assert said == [
+    write_run(runs / "b", "local", 0.7, seed=2, partition_seed=2)
+    write_run(runs / "c", "pfedla", 0.8, rounds=(10, 20))
+    write_run(runs / "d", "pfedla", 0.1, rounds=(5,), seed=1)  # shorter
+    write_run(runs / "e", "fedavg", 0.1, learning_rate=0.5)  # not the published settings
+    write_run(runs / "f", "fedrep", 0.1, finished=False)
+    write_run(runs / "g", "ditto", 0.9)  # a row that is not in the paper
+    messages = record.record(TABLE, runs, results)
+    assert messages == [
         f"{NAME} local/cifar10-n10: 10 rounds, seeds 0, 2",
         f"{NAME} pfedla/cifar10-n10: 20 rounds, seeds 0",
         f"{NAME} ditto/cifar10-n10: 10 rounds, seeds 0",
     ]
-    kept, lines = cells(results)
-    assert kept.pop("ditto")["ours"] == {"0": 90.0}
-    assert kept == {
+    recorded, lines = cells(results)
+    assert recorded.pop("ditto")["ours"] == {"0": 90.0}
+    assert recorded == {
         "local": {
             "table": NAME,
             "row": "local",
@@ -82,8 +82,8 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
         },
     }
     assert len(lines) == 6  # one for each cell, and three around them
-    whole = json.loads((results / "pfedla-table1-full.json").read_text())
-    curve = whole["curves"]["local/cifar10-n10"]["0"]
+    curve_file = json.loads((results / "pfedla-table1-full.json").read_text())
+    curve = curve_file["curves"]["local/cifar10-n10"]["0"]
     assert curve == {
         "commit": "abc1234",
         "versions": "jax 1",
@@ -93,33 +93,33 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
         "best_round": None,
         "megabytes": 25.0,
     }
-    assert whole["curves"]["local/cifar10-n10"]["2"]["commit"] == "unknown"
+    assert curve_file["curves"]["local/cifar10-n10"]["2"]["commit"] == "unknown"
     assert (results / "pfedla-table1-full.png").is_file()
     summary = agreement.summary(results, TABLE)
     assert "76 numbers. 2 were run" in summary  # the variant has no published number
-    (beside,) = agreement.comparison(results, TABLE, NAME, ["cifar10-n10"], ["ditto"])
-    assert beside.rows == []
-    assert beside.variants == [["ditto", "-", "90.00", "95.00", "1", "1", "10 of 600", "-"]]
+    (comparison,) = agreement.comparison(results, TABLE, NAME, ["cifar10-n10"], ["ditto"])
+    assert comparison.rows == []
+    assert comparison.variants == [["ditto", "-", "90.00", "95.00", "1", "1", "10 of 600", "-"]]
     assert "ditto" not in agreement.not_run(results, TABLE, NAME, ["emnist_digits-n10"])
 
-    # What comes later: a seed more adds up, a longer run replaces, a shorter one is left out.
+    # Later runs: another seed is added, a longer run replaces, a shorter run is left out.
     later = tmp_path / "later"
     later.mkdir()
-    there(later / "a", "local", 0.5, seed=1)
-    there(later / "c", "local", 0.6, seed=2)
-    there(later / "d", "local", 0.7, seed=2, partition_seed=2)
-    there(later / "e", "local", 0.8, seed=2, partition_seed=1)
-    there(later / "b", "pfedla", 0.9, rounds=(10, 20, 30), seed=1)
+    write_run(later / "a", "local", 0.5, seed=1)
+    write_run(later / "c", "local", 0.6, seed=2)
+    write_run(later / "d", "local", 0.7, seed=2, partition_seed=2)
+    write_run(later / "e", "local", 0.8, seed=2, partition_seed=1)
+    write_run(later / "b", "pfedla", 0.9, rounds=(10, 20, 30), seed=1)
     assert record.record(TABLE, later, results) == [
         f"{NAME} local/cifar10-n10: 10 rounds, seeds 0, 1, 2",
         f"{NAME} pfedla/cifar10-n10: 30 rounds, seeds 1",
     ]
-    kept, _ = cells(results)
-    assert kept["local"]["ours"] == {"0": 60.0, "1": 50.0, "2": 70.0}
-    assert kept["local"]["partition_seeds"] == {"0": 0, "1": 0, "2": 2}
-    assert (kept["pfedla"]["ours"], kept["pfedla"]["rounds"]) == ({"1": 90.0}, 30)
+    recorded, _ = cells(results)
+    assert recorded["local"]["ours"] == {"0": 60.0, "1": 50.0, "2": 70.0}
+    assert recorded["local"]["partition_seeds"] == {"0": 0, "1": 0, "2": 2}
+    assert (recorded["pfedla"]["ours"], recorded["pfedla"]["rounds"]) == ({"1": 90.0}, 30)
     curves = json.loads((results / "pfedla-table1-full.json").read_text())["curves"]
-    assert {label: [*own] for label, own in curves.items()} == {
+    assert {label: [*by_seed] for label, by_seed in curves.items()} == {
         "local/cifar10-n10": ["0", "1", "2"],
         "pfedla/cifar10-n10": ["1"],
         "ditto/cifar10-n10": ["0"],
@@ -127,23 +127,25 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
     assert f"{NAME} pfedla/cifar10-n10: left out, 30 rounds are recorded" in record.record(
         TABLE, runs, results
     )
-    assert cells(results)[0] == kept
+    assert cells(results)[0] == recorded
 
 
-def test_one_run_is_kept_in_all_of_its_cells(tmp_path, results):
+def test_one_run_is_recorded_in_all_of_its_cells(tmp_path, results):
     """Table 3 without retained layers is pFedLA's cell of table 1."""
-    there(tmp_path / "runs", "pfedla", 0.8)
-    there(tmp_path / "runs" / "longer", "pfedla", 0.9, rounds=(60, 600))  # bytes are of 75 rounds
-    both = {name: TABLES[name] for name in (NAME, "pfedla/table3")}
-    assert record.record(both, tmp_path / "runs", results) == [
+    write_run(tmp_path / "runs", "pfedla", 0.8)
+    write_run(
+        tmp_path / "runs" / "longer", "pfedla", 0.9, rounds=(60, 600)
+    )  # bytes are of 75 rounds
+    tables = {name: TABLES[name] for name in (NAME, "pfedla/table3")}
+    assert record.record(tables, tmp_path / "runs", results) == [
         f"{NAME} pfedla/cifar10-n10: 600 rounds, seeds 0",
         "pfedla/table3 k=0/cifar10-accuracy: 600 rounds, seeds 0",
         "pfedla/table3 k=0/cifar10-MiB: 10 rounds, seeds 0",
     ]
 
 
-def test_the_picture_has_what_is_measured_and_what_is_published():
-    """Lines are means over seeds; Local's two evaluations in common are at rounds 5 and 10."""
+def test_picture_has_our_curves_and_the_published_numbers():
+    """Lines are means over seeds. Both seeds of Local were evaluated at rounds 5 and 10."""
     curves = {
         "local/cifar10-n10": {
             "0": {"round": [5, 10], "before": [30.0, 60.0], "after": [1.0, 1.0]},
@@ -158,33 +160,35 @@ def test_the_picture_has_what_is_measured_and_what_is_published():
     assert [axes.get_title() for axes in sheet.axes] == ["emnist_digits-n10", "cifar10-n10"]
     lines = {line.get_label(): line.get_xydata().tolist() for line in cifar.lines[:2]}
     assert lines == {"local": [[5, 35], [10, 65]], "pfedla": [[10, 65]]}
-    (local, pfedla), (alone,) = cifar.containers, emnist.containers
-    heights = [line[0].get_ydata().tolist() for line in (local, pfedla, alone)]
+    (local, pfedla), (emnist_local,) = cifar.containers, emnist.containers
+    heights = [line[0].get_ydata().tolist() for line in (local, pfedla, emnist_local)]
     assert heights == [[59.44], [61.43], [89.01]]
-    assert local[0].get_color() == alone[0].get_color() != pfedla[0].get_color()
-    # What is published and ours at the end are inside: 59.04 to 70, and 88.54 to 91; Local's start
-    # at 35 is cut off, and there is no room below where nothing is.
+    assert local[0].get_color() == emnist_local[0].get_color() != pfedla[0].get_color()
+    # The axes hold the published and our last values: 59.04 to 70, and 88.54 to 91. The start of
+    # Local at 35 is cut off.
     assert cifar.get_ylim() == pytest.approx((59.04 - 10.96, 70 + 1.096))
     assert emnist.get_ylim() == pytest.approx((88.54 - 0.4, 91 + 0.4))
     assert emnist.lines[1].get_xydata().tolist() == [[10, 91]]
-    drawn = [text.get_text() for text in sheet.legends[0].get_texts()]
-    assert drawn == ["local", "pfedla", "ditto (variant of this library)"]
+    labels = [text.get_text() for text in sheet.legends[0].get_texts()]
+    assert labels == ["local", "pfedla", "ditto (variant of this library)"]
 
 
 def test_panels_of_one_dataset_have_one_scale():
     """Published for ten and for a hundred clients: 89.01 ± .47 and 91.25 ± .18.
 
-    A beginning is cut off where it is far below the end, and not where it is above it.
+    The start of a curve is cut off if it is far below the end, but not if it is above the end.
     """
-    own = {"0": {"round": [2, 3, 5, 10], "before": [10.0, 95.0, 90.0, 90.0], "after": [1.0] * 4}}
+    by_seed = {
+        "0": {"round": [2, 3, 5, 10], "before": [10.0, 95.0, 90.0, 90.0], "after": [1.0] * 4}
+    }
     curves = {
-        f"local/{column}": own
+        f"local/{column}": by_seed
         for column in ("emnist_digits-n10", "emnist_digits-n100", "cifar10-n10")
     }
     ten, hundred, cifar = picture.picture(NAME, TABLE[NAME], curves).axes
     assert ten.get_ylim() == hundred.get_ylim() == pytest.approx((88.54 - 6.46, 95 + 0.646))
     assert cifar.get_ylim() != ten.get_ylim()
-    # Nor is there room below the lowest of all that is drawn for the dataset, 87 at the beginning.
+    # The axes end just below the lowest value of the dataset, 87 at the start.
     level = {"0": {"round": [2, 3, 5, 10], "before": [90.0] * 4}}
     below = {"0": {"round": [2, 3, 5, 10], "before": [87.0, 90.0, 90.0, 90.0]}}
     curves = {"local/emnist_digits-n10": level, "local/emnist_digits-n100": below}
@@ -192,38 +196,38 @@ def test_panels_of_one_dataset_have_one_scale():
     assert ten.get_ylim() == hundred.get_ylim() == pytest.approx((87 - 0.4, 91.43 + 0.4))
 
 
-def test_what_is_no_accuracy_has_no_panel():
-    bytes_alone = {"k=0/emnist_digits-MiB": {"0": {"round": [10], "before": [65.0]}}}
+def test_bytes_have_no_panel():
+    bytes_only = {"k=0/emnist_digits-MiB": {"0": {"round": [10], "before": [65.0]}}}
     table = TABLES["pfedla/table3"]
-    assert picture.picture("pfedla/table3", table, bytes_alone) is None
-    both = {**bytes_alone, "k=0/emnist_digits-accuracy": bytes_alone["k=0/emnist_digits-MiB"]}
-    (axes,) = picture.picture("pfedla/table3", table, both).axes
+    assert picture.picture("pfedla/table3", table, bytes_only) is None
+    curves = {**bytes_only, "k=0/emnist_digits-accuracy": bytes_only["k=0/emnist_digits-MiB"]}
+    (axes,) = picture.picture("pfedla/table3", table, curves).axes
     assert axes.get_title() == "emnist_digits-accuracy"
 
 
-def test_what_a_method_observes_is_kept_and_null_where_it_did_not(tmp_path, results):
-    """No row has moved at a first evaluation, which has nothing before it."""
-    run = there(tmp_path / "runs", "pfedla", 0.8)
+def test_diagnostics_are_recorded_and_null_if_missing(tmp_path, results):
+    """`moving` is null at the first evaluation, because it compares with the previous one."""
+    run = write_run(tmp_path / "runs", "pfedla", 0.8)
     first, last = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     first["observed"] = {"one_hot": 0.5, "peers": {"conv1": 3.21}}
     last["observed"] = {"one_hot": 1.0, "peers": {"conv1": 1.0}, "moving": 0.0}
     last["observed"]["rank"] = {"fc1": 0.25}
     (run / "metrics.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n")
     record.record(TABLE, tmp_path / "runs", results)
-    whole = json.loads((results / "pfedla-table1-full.json").read_text())
-    curve = whole["curves"]["pfedla/cifar10-n10"]["0"]
+    curve_file = json.loads((results / "pfedla-table1-full.json").read_text())
+    curve = curve_file["curves"]["pfedla/cifar10-n10"]["0"]
     assert curve["one_hot"] == [0.5, 1.0]
     assert curve["peers"] == {"conv1": [3.21, 1.0]}
     assert curve["moving"] == [None, 0.0]
     assert curve["rank"] == {"fc1": [None, 0.25]}
 
 
-def test_nothing_is_written_where_nothing_has_finished(tmp_path, results):
-    there(tmp_path / "runs", "local", 0.6, finished=False)
+def test_nothing_is_written_without_finished_runs(tmp_path, results):
+    write_run(tmp_path / "runs", "local", 0.6, finished=False)
     with pytest.raises(UsageError, match="runs has no finished run of a published cell"):
         record.record(TABLE, tmp_path / "runs", results)
     assert [path.name for path in results.iterdir()] == ["cells.json"]
-    there(tmp_path / "runs" / "b", "local", 0.6)
+    write_run(tmp_path / "runs" / "b", "local", 0.6)
     with pytest.raises(UsageError, match=r"nowhere has no cells\.json: work in a checkout"):
         record.record(TABLE, tmp_path / "runs", tmp_path / "nowhere")
     (results / "pfedla-table1-full.png").mkdir()
@@ -232,9 +236,9 @@ def test_nothing_is_written_where_nothing_has_finished(tmp_path, results):
     assert cells(results)[0] == {}
 
 
-def test_the_command_names_what_it_keeps(monkeypatch, capsys):
+def test_the_command_prints_the_recorded_cells(monkeypatch, capsys):
     monkeypatch.setattr(record, "record", lambda tables, folder, results: [f"{folder}: all"])
-    given = {"record": True, "out": "runs/full", "summary": False, "format": "text"}
-    monkeypatch.setattr(reproduce.flags, "FLAGS", type("Given", (), given))
+    flag_values = {"record": True, "out": "runs/full", "summary": False, "format": "text"}
+    monkeypatch.setattr(reproduce.flags, "FLAGS", type("Flags", (), flag_values))
     reproduce.main(["reproduce"])
     assert capsys.readouterr().out == "runs/full: all\n"

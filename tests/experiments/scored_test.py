@@ -1,4 +1,4 @@
-"""Accuracies beside a library's: the split, what is apart, and going on from a file."""
+"""Tests of accuracies compared with a library: the split, the table, and resuming from a file."""
 
 import json
 from pathlib import Path
@@ -14,21 +14,21 @@ from fedjax_pfl.core.errors import UsageError
 RESULTS = Path(__file__).parents[2] / "experiments" / "results" / "accuracies.json"
 
 
-def test_no_example_is_with_two():
-    """Four classes each, ten of each to train on; another seed is another split."""
-    one, other = scored.work(True, 0), scored.work(False, 1)
-    images = np.concatenate([one["x"], one["test_x"]], 1).reshape(-1, 64)
+def test_clients_share_no_examples():
+    """A client has four classes, ten training examples of each; another seed splits differently."""
+    with_norm, second_seed = scored.work(True, 0), scored.work(False, 1)
+    images = np.concatenate([with_norm["x"], with_norm["test_x"]], 1).reshape(-1, 64)
     assert len(np.unique(images, axis=0)) == len(images) == 10 * 4 * 43
-    for part, many in (("y", 10), ("test_y", 33)):
-        for labels in one[part]:
+    for part, per_class in (("y", 10), ("test_y", 33)):
+        for labels in with_norm[part]:
             counts = np.bincount(labels, minlength=10)
-            assert sorted(counts) == [0] * 6 + [many] * 4
-    assert (np.unique(one["y"][3]) == np.unique(one["test_y"][3])).all()
-    assert not (one["x"] == other["x"]).all()
-    assert set(one) - set(other) == {"start/bn1.weight", "start/bn1.bias"}
+            assert sorted(counts) == [0] * 6 + [per_class] * 4
+    assert (np.unique(with_norm["y"][3]) == np.unique(with_norm["test_y"][3])).all()
+    assert not (with_norm["x"] == second_seed["x"]).all()
+    assert set(with_norm) - set(second_seed) == {"start/bn1.weight", "start/bn1.bias"}
 
 
-FOUND = {
+RECORD = {
     "rounds": 50, "seeds": 3, "commits": {"pfllib": "abc"},
     "ours": {"fedavg": {"before": [0.8, 0.82, 0.84], "after": [0.9, 0.9, 0.93]},
              "ditto": {"before": [0.5, 0.5, 0.5], "after": [0.6, 0.6, 0.6]}},
@@ -36,44 +36,44 @@ FOUND = {
 }  # fmt: skip
 
 
-def test_what_is_apart_by_more_than_the_spread(monkeypatch):
-    """Means .82 and .83 with deviations of .02; then .91 and .8."""
+def test_asterisk_for_differences_beyond_the_deviations(monkeypatch):
+    """Means are 0.82 and 0.83 with deviations of 0.02 before, 0.91 and 0.8 after."""
     theirs = METHODS["fedavg"]._replace(pfllib=Theirs({}, accuracy="it was tired"))
     monkeypatch.setitem(METHODS, "fedavg", theirs)
-    table = scored.table(FOUND)
+    table = scored.table(RECORD)
     assert table.heads == ["before: ours", "before: PFLlib", "after: ours", "after: PFLlib"]
     rows = [row for row in table.rows if row[0] == "fedavg"]
     assert rows == [["fedavg", "82.0 ± 2.0", "83.0 ± 2.0", "91.0 ± 1.7", "80.0 ± 0.0 *"]]
     assert [row[2] for row in table.rows if row[0] == "ditto"] == [""]
-    assert scored.reasons(FOUND) == ["fedavg in PFLlib, after: it was tired"]
+    assert scored.reasons(RECORD) == ["fedavg in PFLlib, after: it was tired"]
 
 
-def test_goes_on_from_what_a_file_has(tmp_path, monkeypatch):
-    out, asked = tmp_path / "found.json", []
-    out.write_text(json.dumps({**FOUND, "commits": {"pfllib": "unknown"}}))
+def test_methods_in_the_file_are_not_run_again(tmp_path, monkeypatch):
+    out, measured = tmp_path / "scores.json", []
+    out.write_text(json.dumps({**RECORD, "commits": {"pfllib": "unknown"}}))
 
-    def there(side, names, seeds, rounds):
+    def rival_accuracies(side, names, seeds, rounds):
         for name in names:
-            asked.append(name)
-            yield name, FOUND["ours"]["ditto"]
+            measured.append(name)
+            yield name, RECORD["ours"]["ditto"]
 
-    monkeypatch.setattr(agree, "rival_accuracies", there)
-    monkeypatch.setattr(scored, "rounds", lambda *_: pytest.fail("ours is there"))
+    monkeypatch.setattr(agree, "rival_accuracies", rival_accuracies)
+    monkeypatch.setattr(scored, "rounds", lambda *_: pytest.fail("our scores exist"))
     side = agree.Side("pfllib", ["python"], str(tmp_path / "nothing"), 1.0)
     agree.accuracies([side], ["fedavg", "ditto"], 3, 50, str(out))
-    assert asked == ["ditto"]
+    assert measured == ["ditto"]
     assert set(json.loads(out.read_text())["theirs"]["pfllib"]) == {"fedavg", "ditto"}
-    with pytest.raises(UsageError, match=r"found.json has rounds 50, not 20; name another$"):
+    with pytest.raises(UsageError, match=r"scores.json has rounds 50, not 20; name another$"):
         agree.accuracies([side], ["fedavg"], 3, 20, str(out))
 
 
-def test_what_is_written_down_is_explained():
-    """A reason for each asterisk; three seeds of each; ours of all that are compared."""
-    whole = json.loads(RESULTS.read_text())
-    assert (whole["rounds"], whole["seeds"]) == (50, 3)
-    for side, each in whole["theirs"].items():
-        for name, one in each.items():
-            for stages in (one, whole["ours"][name]):
+def test_recorded_asterisks_have_a_reason():
+    """Every asterisk has a reason, and both libraries have three seeds of every method."""
+    record = json.loads(RESULTS.read_text())
+    assert (record["rounds"], record["seeds"]) == (50, 3)
+    for side, methods in record["theirs"].items():
+        for name, rival_scores in methods.items():
+            for stages in (rival_scores, record["ours"][name]):
                 assert {len(stages[s]) for s in scored.STAGES} == {3}, (side, name)
-    for name, side, stages in scored.asterisks(whole):
+    for name, side, stages in scored.asterisks(record):
         assert len(getattr(METHODS[name], side).accuracy) > 30, (name, side, stages)

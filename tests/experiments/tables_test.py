@@ -1,4 +1,4 @@
-"""The papers' tables: their numbers, the settings of every cell, and its measures of a run."""
+"""Tests of the papers' tables: published numbers, settings of every cell, and measures of runs."""
 
 import pytest
 
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.slow("presets of every table")
 # Published numbers.
 
 
-def test_cells():
+def test_format_of_cells():
     assert common.cell(None) == "-"
     assert common.cell([59.44, 0.4]) == "59.44 ± 0.40"
     assert common.cell({"mean": 1.0, "std": None, "seeds": 1}) == "1.00"
     assert common.cell("not run") == "not run"
 
 
-def test_published_tables_are_whole():
+def test_pfedla_published_tables():
     """Ten rows; FedBN has no number where the network has no BatchNorm."""
     published = pfedla.PUBLISHED
     for table in ("table1", "table2"):
@@ -39,21 +39,20 @@ def test_published_tables_are_whole():
     assert published["table2"]["rows"]["heurpfedla"]["cifar100-n100"] == [48.72, 1.75]
 
 
-def test_pfedhns_published_tables_are_whole():
+def test_pfedhn_published_tables():
     """Eight rows and seven columns; each cell has a mean and a deviation."""
     published = pfedhn.PUBLISHED
     for table, rows, columns in (("table1", 8, 7), ("table2", 5, 6), ("table3", 4, 3)):
-        found = published[table]["rows"]
-        assert len(found) == rows
-        for cells in found.values():
+        table_rows = published[table]["rows"]
+        assert len(table_rows) == rows
+        for cells in table_rows.values():
             assert len(cells) == columns
             assert all(len(cell) == 2 for cell in cells.values())
     assert published["table1"]["rows"]["pfedhn_pc"]["omniglot-n50"] == [81.89, 0.15]
     assert published["table2"]["rows"]["pfedhn"]["cifar100-L"] == [50.66, 2.7]
 
 
-def test_factorized_fls_published_table_is_whole():
-    """The cell of another dataset is none."""
+def test_factorized_fl_published_table():
     tables = factorized_fl.PUBLISHED["table1"]
     assert {name: len(rows) for name, rows in tables.items()} == {
         "cifar10": 9,
@@ -72,8 +71,8 @@ def test_factorized_fls_published_table_is_whole():
 # The settings of cells.
 
 
-def everything(name):
-    """The first column in every row, and every column in the first row."""
+def first_row_and_column(name):
+    """Returns the cells of the first row and of the first column."""
     cells = cells_of(TABLES[name])
     return [c for c in cells if c.row == cells[0].row or c.column == cells[0].column]
 
@@ -81,27 +80,27 @@ def everything(name):
 @pytest.mark.parametrize("name", TABLES)
 def test_every_cell_is_a_configuration_at_both_scales(name):
     table = TABLES[name]
-    for cell in everything(name):
-        own = table.dataset(cell.column)
+    for cell in first_row_and_column(name):
+        dataset = table.dataset(cell.column)
         full, quick = (
-            table.settings(cell.row, cell.column, *given)
-            for given in ((own, None), ("digits", table.quick.rounds))
+            table.settings(cell.row, cell.column, *arguments)
+            for arguments in ((dataset, None), ("digits", table.quick.rounds))
         )
         configuration.specify(full)
         configuration.specify(quick)
-        assert (full.dataset, quick.dataset) == (own, "digits")
+        assert (full.dataset, quick.dataset) == (dataset, "digits")
         assert quick.clients <= 12
         table.measures(cell.column)
 
 
-def settings(name, cell, **given):
+def settings(name, cell, **options):
     row, column = cell.split("/")
     table = TABLES[name]
-    return table.settings(row, column, table.dataset(column), given.get("rounds"))
+    return table.settings(row, column, table.dataset(column), options.get("rounds"))
 
 
 @pytest.mark.parametrize(
-    ("name", "cell", "wanted"),
+    ("name", "cell", "expected"),
     [
         ("pfedla/table1", "pfedla/cifar10-n10", {"rounds": 600, "clients_per_round": None}),
         ("pfedla/table1", "fedavg/cifar10-n100", {"rounds": 2500, "clients_per_round": 10}),
@@ -117,9 +116,9 @@ def settings(name, cell, **given):
         ("factorized_fl/table1", "alpha/domains-food", {"rounds": 100, "clients": 20}),
     ],
 )
-def test_full_has_the_published_settings(name, cell, wanted):
+def test_full_has_the_published_settings(name, cell, expected):
     config = settings(name, cell)
-    assert {key: config[key] for key in wanted} == wanted
+    assert {key: config[key] for key in expected} == expected
 
 
 def test_parts_of_the_published_settings():
@@ -130,8 +129,11 @@ def test_parts_of_the_published_settings():
     assert settings("factorized_fl/table1", "fedfomo/cifar10-iid").fedfomo.reference == "last"
     rows = TABLES["factorized_fl/table1"].variants
     for row, share in zip(rows, ("u", "all"), strict=True):
-        made = settings("factorized_fl/table1", f"{row}/domains-food")
-        assert (made.algorithm, made.factorized_fl_moved.share) == ("factorized_fl_moved", share)
+        config = settings("factorized_fl/table1", f"{row}/domains-food")
+        assert (config.algorithm, config.factorized_fl_moved.share) == (
+            "factorized_fl_moved",
+            share,
+        )
     assert settings("factorized_fl/table1", "beta/domains-food").algorithm == "factorized_fl"
     assert settings("pfedhn/table4", "pfedhn/cifar10-n10").pfedhn.spectral_norm
     fedrep = settings("pfedla/table1", "fedrep/cifar10-n10")
@@ -140,8 +142,8 @@ def test_parts_of_the_published_settings():
     assert (first["rounds"], second["rounds"]) == (29, 31)
 
 
-def test_measures_by_hand():
-    """A fifth of ten clients is a domain, and a third of them a size."""
+def test_measures_on_worked_numbers():
+    """Two of ten clients belong to a domain, and every third client to a size."""
     metrics = [
         {
             "round": r,
@@ -177,8 +179,8 @@ def test_measures_by_hand():
     assert ours("factorized_fl/table1", "domains-GB") == [1.5]
 
 
-def test_quick_fits_the_digits(monkeypatch):
-    """Each table's first row, as far as compilation."""
+def test_quick_scale_runs_on_digits(monkeypatch):
+    """Builds the first row of each table without training."""
     monkeypatch.setenv("TFDS_DATA_DIR", "/nowhere")
     for name, table in TABLES.items():
         first = next(iter(table.cells))

@@ -1,4 +1,4 @@
-"""Settings chosen on validation examples: grids, equal budgets, and the choice by made-up runs."""
+"""Tests of tuning on validation examples: grids, equal budgets, and the choice of a point."""
 
 import csv
 import math
@@ -17,7 +17,7 @@ from tests.commands import message
 # Grids.
 
 
-def test_a_key_is_for_all_methods_or_for_one():
+def test_keys_apply_to_all_methods_or_to_one():
     texts = [
         "learning_rate=.1,.03; batch_size=8",
         "pfedla.rate=.5, 1,.5;pfedla.normalise=relu",
@@ -29,13 +29,13 @@ def test_a_key_is_for_all_methods_or_for_one():
         "clip_norm": (None, 2.0),
         "keep_head": (True, False),
     }
-    found = grids.grids(texts, ["pfedla", "local"])
-    assert found == {
+    parsed = grids.grids(texts, ["pfedla", "local"])
+    assert parsed == {
         "pfedla": {**common, "pfedla.rate": (0.5, 1.0), "pfedla.normalise": ("relu",)},
         "local": {**common, "learning_rate": (1.0,)},
     }
-    assert [type(v) for v in found["pfedla"]["pfedla.rate"]] == [float, float]
-    # A setting of its own comes before the training setting of that name.
+    assert [type(v) for v in parsed["pfedla"]["pfedla.rate"]] == [float, float]
+    # A method's own setting takes precedence over the training setting of the same name.
     assert grids.grids(["pfedhn.momentum=.5"], ["pfedhn"]) == {
         "pfedhn": {"pfedhn.momentum": (0.5,)}
     }
@@ -81,46 +81,50 @@ def test_points_are_in_the_order_of_the_grid():
         ("eval_every=1", "eval_every cannot be tuned"),
     ],
 )
-def test_what_cannot_be_tuned_is_said_in_a_line(text, line):
+def test_invalid_grids_are_refused(text, line):
     methods = ["fedmn"] if "fedmn" in text else ["pfedla", "local"]
-    said = message(grids.grids, [text], methods)
-    assert line in said
-    assert "--" not in said  # as `tune` says it too, which has no flags
+    error = message(grids.grids, [text], methods)
+    assert line in error
+    assert "--" not in error  # the Python function `tune` raises it too, and has no flags
 
 
 # Budgets.
 
 
-def numbered(count, name="learning_rate"):
+def rate_points(count, name="learning_rate"):
     return [{name: float(i)} for i in range(count)]
 
 
-def test_without_a_budget_grids_are_of_one_size():
-    each = {"fedavg": numbered(3), "pfedla": numbered(6), "local": numbered(3)}
-    line = message(grids.equal, each, None, 0)
+def test_without_a_budget_grids_must_have_equal_size():
+    points = {"fedavg": rate_points(3), "pfedla": rate_points(6), "local": rate_points(3)}
+    line = message(grids.equal, points, None, 0)
     assert "(fedavg and local 3, pfedla 6)" in line
     assert line.endswith("give fedavg more values, or sample the same number with a budget of 3")
-    same = {"fedavg": numbered(3), "local": numbered(3)}
-    assert grids.equal(same, None, 0) == same
+    equal_points = {"fedavg": rate_points(3), "local": rate_points(3)}
+    assert grids.equal(equal_points, None, 0) == equal_points
 
 
-def test_a_budget_draws_as_many_of_each_method_in_the_same_way():
-    each = {"fedavg": numbered(9), "local": numbered(9), "pfedla": numbered(2, "pfedla.rate")}
-    found = grids.equal(each, 4, 0)
-    assert found["fedavg"] == found["local"]
-    assert len(found["fedavg"]) == 4
-    assert found["pfedla"] == each["pfedla"]
-    rates = [point["learning_rate"] for point in found["fedavg"]]
+def test_a_budget_samples_the_same_points_for_equal_grids():
+    points = {
+        "fedavg": rate_points(9),
+        "local": rate_points(9),
+        "pfedla": rate_points(2, "pfedla.rate"),
+    }
+    sampled = grids.equal(points, 4, 0)
+    assert sampled["fedavg"] == sampled["local"]
+    assert len(sampled["fedavg"]) == 4
+    assert sampled["pfedla"] == points["pfedla"]
+    rates = [point["learning_rate"] for point in sampled["fedavg"]]
     assert rates == sorted(rates)
-    assert grids.equal(each, 4, 1)["fedavg"] != found["fedavg"]
+    assert grids.equal(points, 4, 1)["fedavg"] != sampled["fedavg"]
 
 
-def test_a_larger_budget_keeps_what_was_drawn_and_all_are_as_likely():
-    few, many = (grids.sample(numbered(20), n, 3) for n in (5, 12))
-    assert all(point in many for point in few)
+def test_sampling_is_nested_and_uniform():
+    few, more = (grids.sample(rate_points(20), n, 3) for n in (5, 12))
+    assert all(point in more for point in few)
     count = [0] * 5
     for seed in range(1000):
-        for point in grids.sample(numbered(5), 2, seed):
+        for point in grids.sample(rate_points(5), 2, seed):
             count[int(point["learning_rate"])] += 1
     assert sum(count) == 2000
     assert max(abs(n - 400) for n in count) < 65  # four deviations of a binomial: 4 * 15.5
@@ -128,16 +132,16 @@ def test_a_larger_budget_keeps_what_was_drawn_and_all_are_as_likely():
 
 def test_steps_replace_epochs():
     config = configuration.complete({"local_epochs": 5})
-    one = grids.apply(config, {"local_steps": 3, "learning_rate": 1.0, "pfedla.rate": 2.0})
-    assert (one.local_epochs, one.local_steps, one.learning_rate) == (None, 3, 1.0)
-    assert (one.pfedla.rate, config.local_epochs, config.pfedla.rate) == (2.0, 5, 0.5)
+    changed = grids.apply(config, {"local_steps": 3, "learning_rate": 1.0, "pfedla.rate": 2.0})
+    assert (changed.local_epochs, changed.local_steps, changed.learning_rate) == (None, 3, 1.0)
+    assert (changed.pfedla.rate, config.local_epochs, config.pfedla.rate) == (2.0, 5, 0.5)
 
 
-# The choice, from made-up runs.
+# The choice of a point.
 
 
-def made(validation, test=0.5, *, phases=None):
-    """A run by its accuracies at rounds 1, 2, ..., and what the runner would say is best."""
+def scored_run(validation, test=0.5, *, phases=None):
+    """Returns a run with given accuracies at rounds 1, 2, ..., and the best round so far."""
     lines, best = [], None
     for i, value in enumerate(validation):
         phase = phases[i] if phases else 0
@@ -158,28 +162,28 @@ def made(validation, test=0.5, *, phases=None):
     return comparison.Run(Path("nowhere"), {}, lines, [], True)
 
 
-def tried(*scores, seeds=None, test=0.5, **point):
-    runs = {seed: made([value], test) for seed, value in enumerate(scores)}
+def scored(*scores, seeds=None, test=0.5, **point):
+    runs = {seed: scored_run([value], test) for seed, value in enumerate(scores)}
     return PointResult(point, configuration.complete({}), runs, seeds or len(scores))
 
 
-def test_a_runs_score_is_that_of_its_best_round_in_the_last_phase():
-    assert choice.score(made([0.5, 0.7, 0.6])) == 0.7
-    assert choice.score(made([0.9, 0.4, 0.6, 0.5], phases=[0, 1, 1, 1])) == 0.6
-    assert math.isnan(choice.score(made([None, None])))
-    without = made([0.5])
+def test_score_is_the_best_round_of_the_last_phase():
+    assert choice.score(scored_run([0.5, 0.7, 0.6])) == 0.7
+    assert choice.score(scored_run([0.9, 0.4, 0.6, 0.5], phases=[0, 1, 1, 1])) == 0.6
+    assert math.isnan(choice.score(scored_run([None, None])))
+    without = scored_run([0.5])
     without.metrics[0].update(validation=None, best_round=None)
     assert math.isnan(choice.score(without))
 
 
-def test_the_highest_mean_over_seeds_is_chosen_and_test_examples_have_no_part_in_it():
+def test_the_highest_mean_validation_score_is_chosen():
     points = [
-        tried(0.4, 0.9, learning_rate=1.0, test=0.9),  # .65
-        tried(0.7, 0.8, learning_rate=0.1, test=0.1),  # .75
-        tried(None, 0.99, learning_rate=9.0, test=0.99),
-        tried(0.6, 0.7, learning_rate=0.5, test=0.8),  # .65, though not in binary
+        scored(0.4, 0.9, learning_rate=1.0, test=0.9),  # .65
+        scored(0.7, 0.8, learning_rate=0.1, test=0.1),  # .75
+        scored(None, 0.99, learning_rate=9.0, test=0.99),
+        scored(0.6, 0.7, learning_rate=0.5, test=0.8),  # .65, except for rounding
     ]
-    order = [one.point["learning_rate"] for one in choice.ranked(points)]
+    order = [result.point["learning_rate"] for result in choice.ranked(points)]
     assert order == [0.1, 1.0, 0.5, 9.0]
     assert choice.best_point(points) is points[1]
     assert choice.spread(points[1]) == {
@@ -189,28 +193,28 @@ def test_the_highest_mean_over_seeds_is_chosen_and_test_examples_have_no_part_in
     }
 
 
-def test_of_equal_ones_the_first_in_the_grid_is_chosen():
-    """Their sums in binary are 1.2 and 1.2000000000000002."""
+def test_ties_go_to_the_first_point_of_the_grid():
+    """The sums as floats are 1.2 and 1.2000000000000002."""
     assert (0.9 + 0.3) / 2 < (0.8 + 0.4) / 2
-    first, second = tried(0.9, 0.3, learning_rate=1.0), tried(0.8, 0.4, learning_rate=2.0)
+    first, second = scored(0.9, 0.3, learning_rate=1.0), scored(0.8, 0.4, learning_rate=2.0)
     assert choice.best_point([first, second]) is first
     assert choice.best_point([second, first]) is second
 
 
-def test_nothing_is_chosen_before_all_are_finished_or_where_no_score_is_finite():
-    points = [tried(0.5, seeds=2, learning_rate=1.0), tried(0.4, 0.4, learning_rate=2.0)]
+def test_no_choice_with_missing_runs_or_without_finite_scores():
+    points = [scored(0.5, seeds=2, learning_rate=1.0), scored(0.4, 0.4, learning_rate=2.0)]
     assert choice.best_point(points) is None
     assert choice.ranked(points) == points[::-1]
-    assert choice.best_point([tried(None, learning_rate=1.0)]) is None
+    assert choice.best_point([scored(None, learning_rate=1.0)]) is None
 
-    def notes(found):
-        return show.notes({"fedavg": found}, {"fedavg": len(found)}, None)
+    def notes(results):
+        return show.notes({"fedavg": results}, {"fedavg": len(results)}, None)
 
     assert notes(points) == ["fedavg: 1 of its runs are missing, so none is chosen yet."]
-    assert "no point has a finite score" in notes([tried(None, learning_rate=1.0)])[0]
+    assert "no point has a finite score" in notes([scored(None, learning_rate=1.0)])[0]
 
 
-def test_the_edge_of_a_grid_is_named():
+def test_values_at_the_edge_of_a_grid_are_reported():
     grid = {
         "a": (0.1, 0.2, 0.3),
         "b": (0.0, 0.9),
@@ -224,7 +228,7 @@ def test_the_edge_of_a_grid_is_named():
     def at(**values):
         return choice.edges({**points[0], **values}, points)
 
-    assert at(a=0.2, b=0.0, e=1, f=None) == []  # below 0, or a count of 1, is nothing
+    assert at(a=0.2, b=0.0, e=1, f=None) == []  # no smaller value is possible
     assert at(a=0.3, f=2.0) == ["a 0.3 is the largest tried", "f 2.0 is the smallest tried"]
     assert at(a=0.1, b=0.9, e=2, f=4.0) == [
         "a 0.1 is the smallest tried",
@@ -234,17 +238,17 @@ def test_the_edge_of_a_grid_is_named():
     ]
 
 
-FOUND = {
-    "fedavg": [tried(0.5, 0.7, learning_rate=r, momentum=0.5) for r in (1.0, 0.1)]
-    + [tried(0.8, 0.9, learning_rate=0.01, momentum=0.5)],
+RESULTS = {
+    "fedavg": [scored(0.5, 0.7, learning_rate=r, momentum=0.5) for r in (1.0, 0.1)]
+    + [scored(0.8, 0.9, learning_rate=0.01, momentum=0.5)],
     "pfedla": [
-        tried(r - 0.7, r - 0.8, **{"learning_rate": 0.1, "pfedla.rate": r}) for r in (1.5, 1.0)
+        scored(r - 0.7, r - 0.8, **{"learning_rate": 0.1, "pfedla.rate": r}) for r in (1.5, 1.0)
     ],
 }
 
 
-def test_the_tables_by_hand():
-    fedavg, pfedla = show.tables(FOUND)
+def test_tables_and_csv():
+    fedavg, pfedla = show.tables(RESULTS)
     assert fedavg == (
         "fedavg",
         ["validation", "best round", "seeds", "rounds", ""],
@@ -257,7 +261,7 @@ def test_the_tables_by_hand():
         "",
     )
     assert [row[-1] for row in pfedla.rows] == ["chosen", ""]
-    rows = list(csv.DictReader(show.as_csv(FOUND).splitlines()))
+    rows = list(csv.DictReader(show.as_csv(RESULTS).splitlines()))
     assert rows[0] == {
         "method": "fedavg",
         "rank": "1",
@@ -265,64 +269,64 @@ def test_the_tables_by_hand():
         "momentum": "0.5",
         "pfedla.rate": "",
         "validation_mean": "0.8500000000000001",
-        "validation_std": str(choice.spread(FOUND["fedavg"][2])["std"]),
+        "validation_std": str(choice.spread(RESULTS["fedavg"][2])["std"]),
         "seeds": "2",
         "chosen": "1",
     }
-    assert show.notes(FOUND, {"fedavg": 9, "pfedla": 2}, 3) == [
+    assert show.notes(RESULTS, {"fedavg": 9, "pfedla": 2}, 3) == [
         "fedavg: 3 of 9 points were sampled; learning_rate 0.01 is the smallest tried.",
         "pfedla: it has 2 points, fewer than the budget of 3: give its grid more values, or it has "
         "been tried less than the others; pfedla.rate 1.5 is the largest tried.",
     ]
-    unfinished = show.tables({"local": [tried(learning_rate=1.0, seeds=2)]})
+    unfinished = show.tables({"local": [scored(learning_rate=1.0, seeds=2)]})
     assert unfinished[0].rows == [["learning_rate=1.0", "not run", "", "", "", ""]]
 
 
-def test_the_head_counts_what_there_is():
-    configs = {method: configuration.complete({"rounds": 10}) for method in FOUND}
-    said = show.head(FOUND, 2, configs)
-    assert "Each method has at most 3 points, 2 seeds and 2 evaluations to be best in." in said
-    assert said.endswith("Client updates of a run: fedavg, pfedla 100 (10 rounds of 10).")
-    alone = {"pfedla": FOUND["pfedla"]}
-    assert "Each method has 2 points, 1 seed and" in show.head(alone, 1, configs)
+def test_head_counts_points_seeds_and_evaluations():
+    configs = {method: configuration.complete({"rounds": 10}) for method in RESULTS}
+    text = show.head(RESULTS, 2, configs)
+    assert "Each method has at most 3 points, 2 seeds and 2 evaluations to be best in." in text
+    assert text.endswith("Client updates of a run: fedavg, pfedla 100 (10 rounds of 10).")
+    pfedla_only = {"pfedla": RESULTS["pfedla"]}
+    assert "Each method has 2 points, 1 seed and" in show.head(pfedla_only, 1, configs)
 
 
-def test_a_choice_that_was_still_rising_is_named():
+def test_rising_curves_are_reported():
     def notes(*scores):
-        runs = {seed: made(each) for seed, each in enumerate(scores)}
-        one = PointResult({"learning_rate": 1.0}, configuration.complete({}), runs, len(runs))
-        return show.notes({"local": [one]}, {"local": 1}, None)
+        runs = {seed: scored_run(curve) for seed, curve in enumerate(scores)}
+        result = PointResult({"learning_rate": 1.0}, configuration.complete({}), runs, len(runs))
+        return show.notes({"local": [result]}, {"local": 1}, None)
 
     rising = "local: its best rounds are the last ones; with more rounds the choice may differ."
     assert notes([0.5, 0.6], [0.1, 0.2, 0.3]) == [rising]
     assert notes([0.5, 0.6], [0.4, 0.3]) == notes([0.5]) == []
 
 
-def test_a_lead_within_what_seeds_differ_by_is_named():
-    """Leads of .1 and .1; of .3 and -.1, .1 in mean and .28 apart; of .2 and 0, which are .14."""
-    best = tried(0.6, 0.8, learning_rate=0.3)
-    others = [
-        tried(0.5, 0.7, learning_rate=0.2),
-        tried(0.3, 0.9, learning_rate=0.1),
-        tried(0.4, 0.8, learning_rate=0.01),
-        tried(None, 0.7, learning_rate=9.0),
+def test_close_points_are_reported():
+    """Leads per seed: (.1, .1), (.3, -.1) and (.2, 0) have deviations of 0, .28 and .14."""
+    best = scored(0.6, 0.8, learning_rate=0.3)
+    behind = [
+        scored(0.5, 0.7, learning_rate=0.2),
+        scored(0.3, 0.9, learning_rate=0.1),
+        scored(0.4, 0.8, learning_rate=0.01),
+        scored(None, 0.7, learning_rate=9.0),
     ]
-    assert choice.close(best, [*others, best]) == others[1:3]
-    said = show.notes({"local": [best, *others[:3]]}, {"local": 4}, None)
+    assert choice.close(best, [*behind, best]) == behind[1:3]
+    notes = show.notes({"local": [best, *behind[:3]]}, {"local": 4}, None)
     over = "learning_rate=0.1 and over learning_rate=0.01"
-    assert said == [
+    assert notes == [
         f"local: learning_rate 0.3 is the largest tried; its lead over {over} is within the "
         "differences between seeds."
     ]
-    single = [tried(0.5, learning_rate=r) for r in (0.1, 0.2)]
+    single = [scored(0.5, learning_rate=r) for r in (0.1, 0.2)]
     assert choice.close(single[0], single) == []
     one_seed = "One seed cannot rank close points: --seeds=3 shows how much seeds differ."
     assert show.notes({"local": single}, {"local": 2}, None)[-1] == one_seed
     assert show.notes({"local": single[:1]}, {"local": 1}, None) == []
 
 
-def test_the_picture_has_a_panel_for_each_number_and_a_line_for_each_method():
-    figure = show.draw_scores(FOUND).figure
+def test_picture_has_a_panel_per_setting_and_a_line_per_method():
+    figure = show.draw_scores(RESULTS).figure
     panels = [axes for axes in figure.axes if axes.get_visible()]
     assert [axes.get_xlabel() for axes in panels] == ["learning_rate", "pfedla.rate"]
     assert [axes.get_xscale() for axes in panels] == ["log", "linear"]
@@ -330,22 +334,22 @@ def test_the_picture_has_a_panel_for_each_number_and_a_line_for_each_method():
     assert best.get_xdata().tolist() == [0.01, 0.1, 1.0]
     assert best.get_ydata().tolist() == pytest.approx([0.85, 0.6, 0.6])
     assert panels[0].lines[4].get_ydata().tolist() == pytest.approx([0.75])  # the better of two
-    assert show.draw_scores({"local": [tried(0.5, learning_rate=1.0)]}) is None
+    assert show.draw_scores({"local": [scored(0.5, learning_rate=1.0)]}) is None
 
 
-def loaded(text):
+def load_preset(text):
     names = {}
     exec(text, names)
     return names["get_config"]
 
 
-def plain(config):
-    """But for what suits a machine."""
+def portable(config):
+    """Returns all settings except those that depend on the machine."""
     left_out = settings_with("resumable")
     return {k: v for k, v in configuration.resolve(config).items() if k not in left_out}
 
 
-def test_the_preset_gives_what_was_chosen():
+def test_preset_has_the_chosen_settings():
     base = configuration.complete(
         {
             "data_dir": "/x",
@@ -373,21 +377,21 @@ def test_the_preset_gives_what_was_chosen():
         base.algorithm = method
         best[method] = PointResult(point, grids.apply(base, point), {}, 1)
     text = choice.preset(best, dict.fromkeys(best, "It won."), 'From """this"""\n{and} that.')
-    made = loaded(text)
-    for method, one in best.items():
-        assert plain(made(method)) == plain(one.config)
-        usual = configuration.complete({})
-        assert all(made(method)[key] == usual[key] for key in settings_with("resumable"))
+    get_config = load_preset(text)
+    for method, result in best.items():
+        assert portable(get_config(method)) == portable(result.config)
+        defaults = configuration.complete({})
+        assert all(get_config(method)[key] == defaults[key] for key in settings_with("resumable"))
     assert not [key for key in settings_with("resumable") if f"'{key}'" in text]
     assert "# fedavg: It won.\n" in text
-    assert "'learning_rate': 0.01" in text  # which is the default, and was chosen
-    assert message(made, "pfedl") == "there is no preset 'pfedl'; did you mean pfedla?"
+    assert "'learning_rate': 0.01" in text  # chosen, although it is the default
+    assert message(get_config, "pfedl") == "there is no preset 'pfedl'; did you mean pfedla?"
 
 
-def test_the_page_has_a_heading_for_each_part():
-    picture = show.draw_scores(FOUND)
-    text = show.page(FOUND, ["said"], picture)
+def test_page_has_a_heading_for_each_part():
+    picture = show.draw_scores(RESULTS)
+    text = show.page(RESULTS, ["a note"], picture)
     heads = re.findall(r"<section>\s*<h2>(.*?)</h2>", text)
-    assert heads == [*FOUND, "Score by setting"]
+    assert heads == [*RESULTS, "Score by setting"]
     assert text.count("<figure") == 1
-    assert "Score by setting" not in show.page(FOUND, ["said"], None)
+    assert "Score by setting" not in show.page(RESULTS, ["a note"], None)
