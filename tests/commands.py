@@ -1,4 +1,4 @@
-"""Small runs started as users start them, in processes of which none is left behind."""
+"""Starts small runs as users do, in processes that end with their test."""
 
 import contextlib
 import json
@@ -44,7 +44,7 @@ CONFIG = {
 
 
 def message(function, *arguments):
-    """Returns the one line of the UsageError that a call raises."""
+    """Returns the message of the UsageError that a call raises; it must be one line."""
     with pytest.raises(UsageError) as caught:
         function(*arguments)
     assert "\n" not in str(caught.value)
@@ -52,15 +52,15 @@ def message(function, *arguments):
 
 
 def run_here(name, *arguments):
-    """Runs a command of `fedjax-pfl` in this process, without the handling of its errors."""
-    chosen = main.load(name)
-    options, arguments = define(chosen, [str(argument) for argument in arguments])
-    words = options([name, *arguments])[1:]
-    chosen.run(Call(arguments, options, words))
+    """Runs a command of `fedjax-pfl` in this process. Its errors are raised."""
+    command = main.load(name)
+    options, arguments = define(command, [str(argument) for argument in arguments])
+    parsed = options([name, *arguments])[1:]
+    command.run(Call(arguments, options, parsed))
 
 
 class Command:
-    """A command in a group of processes of its own, of which none outlives its test."""
+    """A command in a new process group, all of whose processes are killed at the end."""
 
     def __init__(self, cache: Path, *arguments: str, **changes: object) -> None:
         settings = [f"--config.{key}={value}" for key, value in {**CONFIG, **changes}.items()]
@@ -81,11 +81,12 @@ class Command:
         )
 
     def workers(self) -> list[int]:
+        """Returns the ids of the child processes."""
         pid = self.process.pid
         return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
-    def ended(self, seconds: float = LIMIT) -> tuple[int, str, str]:
-        """Ends all processes. Returns status, stdout, and stderr without evaluations."""
+    def wait(self, seconds: float = LIMIT) -> tuple[int, str, str]:
+        """Ends all processes. Returns status, stdout, and stderr without lines of progress."""
         try:
             out, error = self.process.communicate(timeout=seconds)
         finally:
@@ -97,8 +98,11 @@ class Command:
             re.sub(r"(?m)^(round \d+ of \d+: .*|compiling)\n", "", error),
         )
 
-    def disturbed(self, worker: int, number: int, after: Path) -> tuple[int, str, str, float]:
-        """Send one of its processes a signal as soon as there is such a file."""
+    def signal_worker(self, worker: int, number: int, after: Path) -> tuple[int, str, str, float]:
+        """Sends a signal to a worker when the file `after` exists, and waits for the end.
+
+        Returns status, stdout, stderr, and the seconds from the signal to the end.
+        """
         try:
             end = time.monotonic() + LIMIT
             while not after.exists():
@@ -108,7 +112,7 @@ class Command:
             workers = self.workers()
             os.kill(workers[worker], number)
             began = time.monotonic()
-            code, out, error = self.ended()
+            code, out, error = self.wait()
             took = time.monotonic() - began
             assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
             return code, out, error, took
@@ -117,8 +121,8 @@ class Command:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
-class Ended(NamedTuple):
-    """What a command has left: its status, what it said, and the files where it was started."""
+class Outcome(NamedTuple):
+    """Status and output of a command, and the files in its working directory."""
 
     status: int | None
     out: str
@@ -127,9 +131,9 @@ class Ended(NamedTuple):
 
 
 class Forked:
-    """A command forked from a process that has imported all that it needs, which takes seconds.
+    """A command forked from a server process that has imported the library, which takes seconds.
 
-    It is given what `python -m MODULE` is; that this starts at all, a real one has to show.
+    It runs like `python -m MODULE` in an empty directory. Only a `Command` tests the start.
     """
 
     def __init__(self, module: str, *arguments: str, place: Path) -> None:
@@ -142,13 +146,13 @@ class Forked:
         )
         self._process.start()
 
-    def ended(self, seconds: float = LIMIT) -> Ended:
+    def wait(self, seconds: float = LIMIT) -> Outcome:
         self._process.join(seconds)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
         out, err = ((self._place.parent / name).read_text() for name in ("out", "err"))
-        return Ended(self._process.exitcode, out, err, sorted(self._place.iterdir()))
+        return Outcome(self._process.exitcode, out, err, sorted(self._place.iterdir()))
 
 
 def _command(module: str, arguments: list[str], place: Path) -> None:
@@ -164,18 +168,18 @@ def metrics(directory: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if "seconds" not in k} for line in lines]
 
 
-def restored(directory: Path, template: object) -> object:
+def restore(directory: Path, template: object) -> object:
     store = checkpoints.open_store(directory / "checkpoints")
     return store.restore(store.steps()[0], {"state": template, "best": template})
 
 
 def digests(directory: Path) -> dict:
-    """Of all bits of the last states, by leaf."""
+    """Returns the digest of each leaf of the last checkpoint."""
     store = checkpoints.open_store(directory / "checkpoints")
     return store._meta(store.steps()[0])["digests"]
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]

@@ -20,12 +20,12 @@ README = (ROOT / "README.md").read_text()
 @pytest.mark.slow("the README's run, at its size")
 def test_the_loop_of_the_readme_prints_the_output_shown(capsys):
     """Accuracies may differ by 0.02, because rounding differs between machines."""
-    (code,), (shown,) = (documents.blocks("../README.md", kind) for kind in ("python", "text"))
+    (code,), (sample,) = (documents.blocks("../README.md", kind) for kind in ("python", "text"))
     assert documents.lines(code) < 20
     exec(code, {"__name__": "__main__"})
     pattern = r"(\w+) +before (\S+) +after (\S+) +uploaded +(\S+) MB"
     printed = [re.fullmatch(pattern, line) for line in capsys.readouterr().out.splitlines()]
-    expected = [re.fullmatch(pattern, line) for line in shown.splitlines()]
+    expected = [re.fullmatch(pattern, line) for line in sample.splitlines()]
     for line, reference in zip(printed, expected, strict=True):
         assert (line[1], line[4]) == (reference[1], reference[4])
         for score in (2, 3):
@@ -59,9 +59,9 @@ def test_the_readme_makes_the_runs_that_it_compares():
 @pytest.mark.slow("the demo, at its size")
 def test_the_demo_prints_the_table_of_the_first_page(tmp_path):
     """Means may differ by two points, because rounding differs between machines."""
-    (shown,) = documents.blocks("index.md", "text")
+    (sample,) = documents.blocks("index.md", "text")
     printed = page.table(runner.run(pfedla.get_config(), tmp_path).metrics)
-    for line, reference in zip(printed.splitlines()[1:], shown.splitlines()[1:], strict=False):
+    for line, reference in zip(printed.splitlines()[1:], sample.splitlines()[1:], strict=False):
         cells, expected = line.split(), reference.split()
         i = expected.index("before" if "before" in expected else "after")
         assert cells[: i + 1] == expected[: i + 1]

@@ -50,14 +50,14 @@ def test_the_page_compares_fedavgm_with_fedavg(tmp_path, monkeypatch):
     assert "fedavgm" not in rows[0].config  # the settings of a method that the run does not use
     assert fedavgm.before["mean"] > fedavg.before["mean"] + 0.1
     assert fedavgm.megabytes_down == fedavg.megabytes_down
-    (shown,) = documents.blocks("your_method.md", "text")
+    (sample,) = documents.blocks("your_method.md", "text")
 
     def wording(lines):
         return [re.sub(r"[\d.]+", "0", line).split() for line in lines]
 
     lines = comparison_page.text(rows).splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("FedAvg "))
-    assert wording(shown.splitlines())[1:] == wording(lines[first : first + 2])
+    assert wording(sample.splitlines())[1:] == wording(lines[first : first + 2])
 
 
 def fedavgm(**settings):

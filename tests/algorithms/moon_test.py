@@ -26,10 +26,10 @@ def cosines(a, b):
 def objective(model):
     """Returns cross-entropy plus the contrastive loss as the paper writes it."""
     z = X @ model["a"]
-    near = np.exp(cosines(z, X @ A) / TEMPERATURE)
-    far = np.exp(cosines(z, X @ PREVIOUS) / TEMPERATURE)
+    to_received = np.exp(cosines(z, X @ A) / TEMPERATURE)
+    to_previous = np.exp(cosines(z, X @ PREVIOUS) / TEMPERATURE)
     cross_entropy = -np.log(linear.softmax(z @ model["head"])[np.arange(len(Y)), Y])
-    return np.mean(cross_entropy - MU * np.log(near / (near + far)))
+    return np.mean(cross_entropy - MU * np.log(to_received / (to_received + to_previous)))
 
 
 def test_one_round_by_hand():
@@ -48,9 +48,9 @@ def test_one_round_by_hand():
     # The client keeps its model for the next round.
     chex.assert_trees_all_equal(result.client.previous, result.upload)
     # The server averages by examples.
-    other = deep(3 * A, HEAD)
+    second_upload = deep(3 * A, HEAD)
     state = State(deep(A, HEAD), (), ())
-    state = linear.receive(algorithm, state, [4, 1], [result.upload, other], [True, True])
+    state = linear.receive(algorithm, state, [4, 1], [result.upload, second_upload], [True, True])
     np.testing.assert_allclose(kernels(state.server)[0], (4 * body + 3 * A) / 5, rtol=1e-6)
 
 

@@ -38,7 +38,7 @@ def outcomes(tmp_path_factory):
         name: Forked("experiments.baseline", *flags, place=tmp_path_factory.mktemp("launch"))
         for name, flags in commands.items()
     }
-    return {name: command.ended() for name, command in started.items()}
+    return {name: command.wait() for name, command in started.items()}
 
 
 @pytest.mark.parametrize("name", _WRONG)
@@ -77,7 +77,7 @@ def test_reports_contain_reference_runs(tmp_path):
     def page(name, flag):
         (place := tmp_path / name).mkdir()
         command = Forked("experiments.baseline", *settings, f"--workdir={run}", flag, place=place)
-        status, out, err, files = command.ended()
+        status, out, err, files = command.wait()
         assert (status, files) == (0, []), err
         lines = [line for line in err.splitlines() if line != "compiling"]
         assert all(line.startswith("round 2 of 2: ") for line in lines), err

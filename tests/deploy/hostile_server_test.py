@@ -313,11 +313,11 @@ class OwnerNodes(Nodes):
             self.nodes.append(owner_node(folder / str(i), client=i, least_rows=15))
 
 
-def planted_values(*words):
-    """Returns words and cells of a table as text, and its id also in the dtypes of messages."""
-    texts = [SECRET, "Person", *COLUMNS, str(PLANTED_ID), *words]
+def planted_values(*more_texts):
+    """Returns texts and table cells as bytes; the id also in the number formats of messages."""
+    texts = [SECRET, "Person", *COLUMNS, str(PLANTED_ID), *more_texts]
     numbers = [np.array(PLANTED_ID, t).tobytes() for t in ("<f4", "<f8", "<i4", "<i8")]
-    return [word.encode() for word in texts] + numbers
+    return [text.encode() for text in texts] + numbers
 
 
 @pytest.mark.slow("a run of two nodes")

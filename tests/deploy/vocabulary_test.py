@@ -18,8 +18,8 @@ def load(tmp_path, rows=ROWS, **settings):
     return data.load(f"csv:{tmp_path / 't.csv'}", **settings)
 
 
-def apply(dataset, labels, words, index=False):
-    return vocabulary.apply_vocabulary(dataset, labels, words, index)
+def apply(dataset, labels, categories, index=False):
+    return vocabulary.apply_vocabulary(dataset, labels, categories, index)
 
 
 def test_classes_and_words_are_numbered_by_the_lists(tmp_path):
@@ -64,7 +64,7 @@ def test_integer_labels_keep_their_values(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("labels", "words", "line"),
+    ("labels", "categories", "line"),
     [
         (None, {}, 'add "labels"'),
         (["no"], {}, "class 'yes' is not listed"),
@@ -74,8 +74,8 @@ def test_integer_labels_keep_their_values(tmp_path):
         (["no", "yes"], {"age": 4}, "no column of text 'age'"),
     ],
 )
-def test_unlisted_words_are_an_error(labels, words, line, tmp_path):
-    assert line in message(apply, load(tmp_path), labels, words)
+def test_unlisted_words_are_an_error(labels, categories, line, tmp_path):
+    assert line in message(apply, load(tmp_path), labels, categories)
 
 
 def test_a_file_of_text_is_refused(tmp_path):

@@ -15,7 +15,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import page
 from fedjax_pfl.runs import checkpoints, runner
 from fedjax_pfl.simulation import multiprocess
-from tests.commands import Command, digests, free_port, metrics, restored
+from tests.commands import Command, digests, free_port, metrics, restore
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two_processes(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the directory of an uninterrupted run of two processes."""
     directory = tmp_path_factory.mktemp("runs") / "two"
-    code, out, error = Command(cache, "--processes=2", f"--workdir={directory}").ended()
+    code, out, error = Command(cache, "--processes=2", f"--workdir={directory}").wait()
     assert (code, error) == (0, "")
     assert out.count("Report: ") == out.count("bytes ") == 1
     assert "Gloo" not in out
@@ -47,7 +47,7 @@ def test_two_processes_compute_the_results_of_one(
     config = json.loads((two_processes / "config.json").read_text())
     state = runner.run(config, tmp_path / "run").state
     template = jax.eval_shape(lambda: state)
-    assert_close(restored(two_processes, template), restored(tmp_path / "run", template))
+    assert_close(restore(two_processes, template), restore(tmp_path / "run", template))
     for name in ("traffic.json", "config.json"):
         assert (two_processes / name).read_text() == (tmp_path / "run" / name).read_text()
     assert_close(metrics(two_processes), metrics(tmp_path / "run"))
@@ -62,21 +62,21 @@ def test_two_processes_with_sharded_state(cache: Path, tmp_path: Path):
         changes = {"algorithm": "fedamp", "keep_head": False, "store": store, "rounds": 12}
         return Command(cache, "--processes=2", f"--workdir={tmp_path / store}", **changes)
 
-    code, out, error = command("device").ended()
+    code, out, error = command("device").wait()
     assert (code, error) == (0, "")
     saved = tmp_path / "sharded" / "checkpoints" / "5" / checkpoints.SUMS
-    code, out, error, _ = command("sharded").disturbed(1, signal.SIGTERM, saved)
+    code, out, error, _ = command("sharded").signal_worker(1, signal.SIGTERM, saved)
     assert "spread over the devices" in out
     if code:  # otherwise it ended before the signal
         assert code == 143, error
-        code, out, error = command("sharded").ended()
+        code, out, error = command("sharded").wait()
         assert (code, error) == (0, "")
         assert "resumed at round" in out
     assert_close(metrics(tmp_path / "sharded"), metrics(tmp_path / "device"))
     config = json.loads((tmp_path / "device" / "config.json").read_text())
     state = runner.run(config).state
     template = jax.eval_shape(lambda: state)
-    states = [restored(tmp_path / name, template) for name in ("sharded", "device")]
+    states = [restore(tmp_path / name, template) for name in ("sharded", "device")]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), *states)
 
 
@@ -91,20 +91,20 @@ def test_a_stopped_and_killed_run_resumes(two_processes: Path, cache: Path, tmp_
     def saved(number):
         return directory / "checkpoints" / str(number) / checkpoints.SUMS
 
-    code, out, error, _ = command().disturbed(1, signal.SIGTERM, saved(5))
+    code, out, error, _ = command().signal_worker(1, signal.SIGTERM, saved(5))
     assert (code, out.count("\n")) == (143, 3), error  # method, plan and memory
     (line,) = error.splitlines()
     stopped = int(line.split()[3].rstrip(";"))
     assert line.startswith("stopped at round ")
     assert saved(stopped).exists()
-    code, out, error, took = command().disturbed(1, signal.SIGKILL, saved(stopped + 5))
+    code, out, error, took = command().signal_worker(1, signal.SIGKILL, saved(stopped + 5))
     assert (code, out.count("\n")) == (GONE, 3), error
     assert error == (
         "process 1 of 2 was killed (SIGKILL), so this run ends; give the same command again to "
         "resume\n"
     )
     assert took < 15
-    code, out, error = command().ended()
+    code, out, error = command().wait()
     assert (code, error) == (0, "")
     assert "resumed at round" in out
     assert metrics(directory) == metrics(two_processes)
@@ -123,7 +123,7 @@ def member(cache: Path, port: int, number: int, *flags: str, **changes: object) 
 def test_different_settings_in_two_processes_are_refused(cache: Path):
     port = free_port()
     commands = [member(cache, port, 0), member(cache, port, 1, seed=1, chunk=2)]
-    for i, (code, out, error) in enumerate([c.ended() for c in commands]):
+    for i, (code, out, error) in enumerate([c.wait() for c in commands]):
         assert (code, out) == (2, "")
         assert error == (
             "error: chunk is None in process 0 and 2 in process 1; give all processes the same "
@@ -146,7 +146,7 @@ def test_process_0_must_be_reachable_and_able_to_listen():
 def test_waiting_for_other_processes(cache: Path):
     """Waits for one second, and until Ctrl-C."""
     port = free_port()
-    assert member(cache, port, 0, "--wait=1").ended() == (
+    assert member(cache, port, 0, "--wait=1").wait() == (
         2,
         "",
         f"error: not all of the 2 processes have joined at 127.0.0.1:{port} in 1 s; start the "
@@ -156,7 +156,7 @@ def test_waiting_for_other_processes(cache: Path):
     command = member(cache, port, 0)
     processes._reach(f"127.0.0.1:{port}", 60)  # the process waits
     command.process.send_signal(signal.SIGINT)
-    assert command.ended(10) == (130, "", "stopped before the first round\n")
+    assert command.wait(10) == (130, "", "stopped before the first round\n")
 
 
 @pytest.mark.parametrize(

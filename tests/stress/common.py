@@ -223,7 +223,7 @@ def _work(
         send("resumed", lines[-1]["round"] if lines else 0)
         write(directory, lines)
 
-    def page(run, figures, beside):
+    def page(run, figures, reference_runs):
         return (run.directory / "report.html").write_text("page")
 
     with (

@@ -32,10 +32,10 @@ def data(number: int = 100, seed: int = 0) -> list[Row]:
     lost: Counter[str] = Counter()
     refused = 0
     with scratch() as scratch_folder:
-        good = folder(scratch_folder / "good")
-        expected = digest(*read(good))
+        intact = folder(scratch_folder / "good")
+        expected = digest(*read(intact))
         for count in range(number):
-            damaged, kind = copy(good, scratch_folder / "damaged"), KINDS[rng.integers(6)]
+            damaged, kind = copy(intact, scratch_folder / "damaged"), KINDS[rng.integers(6)]
             files = sorted(p for p in damaged.rglob("*") if p.is_file())
             damage(kind, files[rng.integers(len(files))], rng)
             tried[kind] += 1

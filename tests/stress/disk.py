@@ -76,11 +76,11 @@ def disk(number: int = 20, seed: int = 0, config: dict[str, Any] = CONFIG) -> li
                 break
             directory = folder / f"run{count}"
             ended, second = disturb(kind, directory, config, call, rng)
-            away = directory.with_suffix(".away")
-            if away.exists():
+            moved = directory.with_suffix(".away")
+            if moved.exists():
                 shutil.rmtree(directory, ignore_errors=True)
                 if kind == "moved away":
-                    away.rename(directory)
+                    moved.rename(directory)
             refused = second or ended
             if refused.result:
                 continue  # the fault came too late, or nothing was written after it

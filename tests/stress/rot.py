@@ -87,17 +87,17 @@ def rot(number: int = 100, seed: int = 0, config: dict[str, Any] = CONFIG) -> li
     harmless = fell_back = refused = 0
     with scratch() as folder:
         settings = configuration.complete({**config, "rounds": 4})
-        experiment, good = build(settings), folder / "run"
-        runner.run(settings, good)
-        older, newer = sorted(int(p.name) for p in (good / "checkpoints").iterdir())
-        of_older = {path.relative_to(good) for path in needed(good, older)}
-        new = Resumed(experiment, copy(good, folder / "new"))
-        only = copy(good, folder / "only")
+        experiment, intact = build(settings), folder / "run"
+        runner.run(settings, intact)
+        older, newer = sorted(int(p.name) for p in (intact / "checkpoints").iterdir())
+        of_older = {path.relative_to(intact) for path in needed(intact, older)}
+        new = Resumed(experiment, copy(intact, folder / "new"))
+        only = copy(intact, folder / "only")
         checkpoints.open_store(only / "checkpoints").drop(newer)
         old = Resumed(experiment, only)
         assert (old.round, new.round, old.stderr + new.stderr) == (older, newer, "")
         for count in range(number):
-            directory = copy(good, folder / "damaged")
+            directory = copy(intact, folder / "damaged")
             kind, listed, all_steps = KINDS[rng.integers(6)], rng.random() > 0.2, rng.random() < 0.1
             for step in (newer, older) if all_steps else (newer,):
                 if not listed:
@@ -107,7 +107,7 @@ def rot(number: int = 100, seed: int = 0, config: dict[str, Any] = CONFIG) -> li
                 damage(kind, path, rng)
                 all_steps |= path.relative_to(directory) in of_older
             # Without digests of files, bytes that are not read may change.
-            changed = contents(directory) != contents(good, listed)
+            changed = contents(directory) != contents(intact, listed)
             result = Resumed(experiment, directory)
             tried[kind] += 1
             progress(f"{count + 1} faults")
