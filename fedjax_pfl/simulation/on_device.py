@@ -1,5 +1,6 @@
 """Programs whose examples and state are on the devices: all rounds of a call are one program."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,6 +22,8 @@ class DeviceProgram:
         self.rounds, (self.key, self.data) = rounds, rounds.place((key, data))
         self._run: Any = rounds.run
         self._evaluate: Any = rounds.evaluate
+        # One compilation for all evaluations of a method.
+        self._observe = jax.jit(_observe, static_argnums=0, out_shardings=rounds.everywhere)
 
     def init(self, start: State | None = None) -> State:
         """Returns the initial state, or one that starts from the end of another phase."""
@@ -50,11 +53,11 @@ class DeviceProgram:
 
     def observe(self, algorithm: Algorithm, state: State) -> dict[str, np.ndarray]:
         """Returns the arrays that the method exposes of its state."""
-
-        def observe(state: State) -> dict[str, jax.Array]:
-            return algorithm.observe(spread.cut(state))
-
-        return jax.device_get(jax.jit(observe, out_shardings=self.rounds.everywhere)(state))
+        return jax.device_get(self._observe(algorithm.observe, state))
 
     def _number(self, value: int) -> Any:
         return self.rounds.place(np.int32(value))
+
+
+def _observe(observe: Callable[[State], dict[str, jax.Array]], state: State) -> Any:
+    return observe(spread.cut(state))

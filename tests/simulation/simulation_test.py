@@ -118,8 +118,17 @@ def test_a_state_may_be_changed_between_rounds(method, data):
 def test_diagnostics_of_a_state(data):
     training = pfl.local_sgd(learning_rate=0.05)
     network = pfl.networks.MLP(outputs=10, hidden=())
-    loop = Simulation(pfl.pfedla(network, training, data.federation), data, devices=1)
-    diagnostics = loop.observe(loop.init())
+    method = pfl.pfedla(network, training, data.federation)
+    traces = []
+
+    def observe(state):
+        traces.append(state)
+        return method.observe(state)
+
+    loop = Simulation(method._replace(observe=observe), data, devices=1)
+    state = loop.init()
+    diagnostics = [loop.observe(state) for _ in range(2)][1]
+    assert len(traces) == 1  # compiled once
     np.testing.assert_allclose(diagnostics["alpha"], np.full((4, 1, 4), 0.25), rtol=1e-6)
 
 
