@@ -25,7 +25,7 @@ make_subject = cache(rules.subject)
 
 
 def methods(quick: Collection[str], slow: Collection[str], reason: str) -> Any:
-    """Parametrises a test by methods, of which some are slow."""
+    """Parametrises a test by methods, and marks the slow ones."""
     marked = [pytest.param(n, marks=pytest.mark.slow(reason)) for n in slow if n not in quick]
     return pytest.mark.parametrize("name", [*quick, *marked])
 
@@ -60,7 +60,7 @@ def test_longer_padding_is_invisible(name: str):
 
 
 def sharded_rounds(subject: rules.Subject, mesh: jax.sharding.Mesh) -> CompiledRounds:
-    """Returns rounds in chunks of three clients on eight devices, of which some are idle."""
+    """Returns rounds in chunks of three clients on eight devices, some of them idle."""
     return make_rounds(subject.algorithm, TINY.federation, **OPTIONS, mesh=mesh)
 
 

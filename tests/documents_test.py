@@ -1,4 +1,4 @@
-"""The documents' programs run, are as short as they say, and do what they say."""
+"""Runs the code of the documents, and checks their commands, links and generated parts."""
 
 import ast
 import re
@@ -40,21 +40,21 @@ def test_your_data(tmp_path, monkeypatch, capsys):
     assert [line.split()[0] for line in clients] == ["Amsterdam", "Bern", "Cairo", "Delhi"]
     assert all(float(line.split()[1]) > 0.8 for line in clients)
     assert (tmp_path / page).is_file()
-    # Each client has its own owner's examples, and all of them.
-    held = np.asarray(names["result"].federation.counts)
+    # Each client has all examples of its owner.
+    trained = np.asarray(names["result"].federation.counts)
     tested = [int(c["test_examples"]) for c in names["result"].clients]
-    each = np.unique(names["ids"], return_counts=True)[1]
-    np.testing.assert_array_equal(held + tested, each)
-    # What the page reads from the directory is what the call gave.
+    per_owner = np.unique(names["ids"], return_counts=True)[1]
+    np.testing.assert_array_equal(trained + tested, per_owner)
+    # The values that the page reads from the run directory equal those of the result.
     exec(reading, names)
     result = names["result"]
     scores = [line["before"]["accuracy_mean"] for line in result.metrics]
     np.testing.assert_array_equal(names["curve"], list(zip([5, 10, 15, 20], scores, strict=True)))
     for column in ("before_accuracy", "bytes_up", "visits"):
-        wanted = [float(client[column]) for client in result.clients]
-        np.testing.assert_allclose(names["clients"][column], wanted, rtol=1e-6)
-    (other,) = documents.blocks("your_data.md", "py")  # pandas is no dependency
-    compile(other, "pandas", "exec")
+        expected = [float(client[column]) for client in result.clients]
+        np.testing.assert_allclose(names["clients"][column], expected, rtol=1e-6)
+    (pandas_code,) = documents.blocks("your_data.md", "py")  # pandas is no dependency
+    compile(pandas_code, "pandas", "exec")
 
 
 @pytest.mark.slow("all code of a page")
@@ -64,10 +64,10 @@ def test_your_network_and_task(tmp_path, monkeypatch, capsys):
         assert documents.lines(code) <= 22
         names = {"__name__": "__main__"}
         exec(code, names)
-        if "facts" in names:  # digits come to mean 0, of which these have up to .1
+        if "facts" in names:  # normalised digits have a mean near 0
             assert abs(names["x"].mean()) < 0.3
         last = names["result"].metrics[-1]["before"]
-        # A head that is drawn is right one time in four, and under quantile half of targets lie.
+        # An untrained head reaches 0.25 accuracy or covers half of the targets.
         assert last.get("accuracy_mean", last.get("covered_mean")) > 0.6
     linen, accuracy, covered = capsys.readouterr().out.splitlines()
     assert len(re.findall(r"\d+", linen)) == 5
@@ -94,96 +94,108 @@ def test_lines_of_code_are_counted():
     assert documents.lines("# no\n\nx = 1  # yes\n    y = 2\n  # no\n") == 2
 
 
-def test_tuning_has_equal_budgets_and_names_what_can_be_tuned():
+def test_page_on_tuning_has_equal_budgets_and_all_training_settings():
     text = (documents.DOCS / "tuning.md").read_text()
     assert all(f"`{name}`" in text for name in grids.TRAINING)
     command = shlex.split(text.partition("\n    fedjax-pfl ")[2].partition("\n\n")[0])
-    given = dict(word.removeprefix("--").split("=", 1) for word in command if "=" in word)
-    methods, (file, preset) = given["methods"].split(","), given["config"].split(":")
+    flag_values = dict(word.removeprefix("--").split("=", 1) for word in command if "=" in word)
+    methods, (file, preset) = flag_values["methods"].split(","), flag_values["config"].split(":")
     assert file == "pfedla"
-    changes = {"validation_fraction": float(given["config.validation_fraction"])}
+    changes = {"validation_fraction": float(flag_values["config.validation_fraction"])}
     base = pfedla.get_config(preset)
     base.update(changes)
     source = f"{Path(pfedla.__file__)}:{preset}"
-    each = configure_methods(source, base, changes, methods)
-    made = search.plan(each, [given["grid"]], int(given["rounds"]), None, as_preset=True)
-    found = {one.method: [PointResult(point, base, {}, 2) for point in one.points] for one in made}
-    assert {len(tried) for tried in found.values()} == {4}
-    (shown,) = documents.blocks("tuning.md", "text")
-    head = show.head(found, int(given["seeds"]), each)
-    assert head == " ".join(shown.partition("\n\n")[0].split())
+    configs = configure_methods(source, base, changes, methods)
+    plan = search.plan(
+        configs, [flag_values["grid"]], int(flag_values["rounds"]), None, as_preset=True
+    )
+    results = {
+        trial.method: [PointResult(point, base, {}, 2) for point in trial.points] for trial in plan
+    }
+    assert {len(tried) for tried in results.values()} == {4}
+    (output,) = documents.blocks("tuning.md", "text")
+    head = show.head(results, int(flag_values["seeds"]), configs)
+    assert head == " ".join(output.partition("\n\n")[0].split())
 
 
-def test_settings_that_may_differ_in_a_resumption():
+def test_page_on_robustness_lists_the_resumable_settings():
     page = (documents.DOCS / "robustness.md").read_text()
-    said = page[page.index("results may differ:") :].partition("\n\n")[0]
-    assert set(re.findall(r"`(\w+)`", said)) == set(settings_with("resumable"))
+    sentence = page[page.index("results may differ:") :].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", sentence)) == set(settings_with("resumable"))
 
 
-def test_tuning_a_method_of_ones_own(tmp_path, monkeypatch, capsys):
-    """What the page calls is planned; that such runs are made is tested elsewhere."""
+def test_page_on_tuning_tunes_a_user_defined_method(tmp_path, monkeypatch, capsys):
+    """Checks only the planned runs; running them is tested elsewhere."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fedjax_pfl, "prepare_devices", lambda: None)
-    asked = []
-    monkeypatch.setattr(trials, "run", lambda made, *_: asked.extend(made))
+    planned = []
+    monkeypatch.setattr(trials, "run", lambda plan, *_: planned.extend(plan))
     documents.module("your_method.md")
     (code,) = documents.blocks("tuning.md")
     exec(code, names := {})
-    assert {trial.method: len(trial.points) for trial in asked} == {"fedavgm": 2, "fedavg": 2}
+    assert {trial.method: len(trial.points) for trial in planned} == {"fedavgm": 2, "fedavg": 2}
     assert names["chosen"] == {}
     assert "fedavgm.beta=0.9" in capsys.readouterr().out
 
 
-def test_fedavg_on_the_page_of_the_contract_keeps_it():
-    """It has the shapes of a method; ten lines but for the heads of its functions."""
+def test_fedavg_on_the_page_of_the_contract_is_valid():
+    """It passes the shape check and has at most ten lines besides function headers."""
     (code,) = documents.blocks("contract.md")
     (data, federation), training = tiny.federated(), cases.training(keep_optimizer=False)
     functions = (initial_variables, model_trainer, State, ClientResult, Algorithm)
     names = {function.__name__: function for function in functions}
-    given = {"model": tiny.Net(), "training": training}
-    exec(code, names := {**names, **given, "federation": federation})
+    arguments = {"model": tiny.Net(), "training": training}
+    exec(code, names := {**names, **arguments, "federation": federation})
     check_shapes("fedavg", names["fedavg"], federation, data)
     statements = [line for line in code.splitlines() if line.strip() and "def " not in line]
     assert len(statements) <= 10
 
 
-# What stands on the pages, in a clone and in the site.
+# Contents of the pages, in a clone and on the site.
 
 ROOT = documents.DOCS.parent
 PAGES = sorted(p.relative_to(ROOT) for p in documents.DOCS.glob("*.md"))
 FIDELITY = sorted(p.relative_to(ROOT) for p in documents.DOCS.glob("fidelity/*.md"))
 RESULTS = sorted(p.relative_to(ROOT) for p in (ROOT / "experiments" / "results").glob("*.md"))
-OTHERS = ("README.md", "BUILD.md", "CONTRIBUTING.md", "CHANGELOG.md", "third_party/README.md")
+OTHER_PAGES = ("README.md", "BUILD.md", "CONTRIBUTING.md", "CHANGELOG.md", "third_party/README.md")
 
 
 def texts():
     """Returns the pages, the docstrings of scripts and presets, and the help of commands."""
-    shown = {str(p): (ROOT / p).read_text() for p in (*PAGES, *FIDELITY, *RESULTS, *OTHERS)}
+    pages = {str(p): (ROOT / p).read_text() for p in (*PAGES, *FIDELITY, *RESULTS, *OTHER_PAGES)}
     for folder in ("experiments", "fedjax_pfl/presets"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             docstring = ast.get_docstring(ast.parse(path.read_text()))
-            shown[str(path.relative_to(ROOT))] = docstring or ""
-    return shown | {f"{name} --help": load(name).help() for name in COMMANDS}
+            pages[str(path.relative_to(ROOT))] = docstring or ""
+    return pages | {f"{name} --help": load(name).help() for name in COMMANDS}
 
 
 def shown_commands():
-    """Returns every command in these texts, with where it stands."""
-    return [(place, *one) for place, text in texts().items() for one in documents.commands(text)]
+    """Returns every command in these texts, with the page that shows it."""
+    return [
+        (place, *command) for place, text in texts().items() for command in documents.commands(text)
+    ]
 
 
-@pytest.mark.filterwarnings("ignore:the load_module")  # with which config files are read
-def test_every_command_on_a_page_can_be_given():
-    """Commands, presets, settings and flags exist, and the settings can be together."""
-    found = shown_commands()
-    assert len(found) > 120
-    assert {"README.md", "docs/index.md", "experiments/reproduce.py"} < {one[0] for one in found}
-    assert [(*one, why) for one in found if (why := documents.refused(*one[1:]))] == []
+@pytest.mark.filterwarnings("ignore:the load_module")  # raised by the reader of config files
+def test_every_command_on_a_page_is_valid():
+    """Commands, presets, settings and flags exist, and the settings are valid together."""
+    all_commands = shown_commands()
+    assert len(all_commands) > 120
+    assert {"README.md", "docs/index.md", "experiments/reproduce.py"} < {
+        command[0] for command in all_commands
+    }
+    assert [
+        (*command, why)
+        for command in all_commands
+        if (why := documents.reason_to_refuse(*command[1:]))
+    ] == []
 
 
-def test_the_installed_command_is_shown_with_its_own_commands_only():
+def test_pages_show_only_commands_of_the_installed_program():
     for place, text in texts().items():
-        shown = set(re.findall(r"fedjax-pfl ([a-z_]+)", text))
-        assert shown <= set(COMMANDS), place
+        names = set(re.findall(r"fedjax-pfl ([a-z_]+)", text))
+        assert names <= set(COMMANDS), place
 
 
 def test_commands_are_found_on_a_page():
@@ -228,64 +240,75 @@ def test_commands_are_found_on_a_page():
         ),
     ],
 )
-def test_a_command_that_cannot_be_given_is_found(command, why):
+def test_invalid_commands_are_reported(command, why):
     ((name, arguments),) = documents.commands(command)
-    assert why in documents.refused(name, arguments)
+    assert why in documents.reason_to_refuse(name, arguments)
 
 
-@pytest.mark.parametrize("page", [*map(str, (*PAGES, *FIDELITY, *RESULTS)), *OTHERS])
-def test_settings_of_methods_that_a_page_names_exist(page):
+@pytest.mark.parametrize("page", [*map(str, (*PAGES, *FIDELITY, *RESULTS)), *OTHER_PAGES])
+def test_method_settings_on_pages_exist(page):
     text = (ROOT / page).read_text()
-    named = re.findall(r"`(\w+)\.(\w+)(?:[=` ])", text)
+    mentions = re.findall(r"`(\w+)\.(\w+)(?:[=` ])", text)
     files = {"py", "md", "json", "ipynb", "png", "svg"}
-    own = {(name, key) for name, key in named if name in algorithms.METHODS and key not in files}
-    there = configuration.default()
-    lost = {(name, key) for name, key in own if key not in {**there, **there.get(name, {})}}
-    assert lost == set()  # of training there may be values for one method, in a grid
+    method_settings = {
+        (name, key) for name, key in mentions if name in algorithms.METHODS and key not in files
+    }
+    defaults = configuration.default()
+    unknown = {
+        (name, key)
+        for name, key in method_settings
+        if key not in {**defaults, **defaults.get(name, {})}
+    }
+    assert unknown == set()  # a grid may set training settings of one method
 
 
 @pytest.fixture(scope="module")
 def site():
     """Imports docs/conf.py, which does not need Sphinx."""
-    return documents.script("conf")
+    return documents.import_script("conf")
 
 
 @pytest.fixture(scope="module")
 def written():
-    return documents.script("written")
+    return documents.import_script("written")
 
 
-@pytest.mark.parametrize("page", [*map(str, (*PAGES, *FIDELITY, *RESULTS)), *OTHERS])
-def test_links_lead_somewhere(page):
-    assert documents.lost(ROOT / page) == []
+@pytest.mark.parametrize("page", [*map(str, (*PAGES, *FIDELITY, *RESULTS)), *OTHER_PAGES])
+def test_pages_have_no_broken_links(page):
+    assert documents.broken_links(ROOT / page) == []
 
 
-def test_lost_links_are_found(tmp_path):
+def test_broken_links_are_found(tmp_path):
     (tmp_path / "there.md").write_text("# Data, and `more`\n```sh\n# no title\n```\n")
     page = tmp_path / "page.md"
     page.write_text(
         "## Here\n[a](there.md) [b](there.md#data-and-more) [c](#here) [d](https://x.y) "
         "![e](no.png) [f](there.md#no-title) [g](no/there.md#data) [h](#there)"
     )
-    assert documents.lost(page) == ["no.png", "there.md#no-title", "no/there.md#data", "#there"]
+    assert documents.broken_links(page) == [
+        "no.png",
+        "there.md#no-title",
+        "no/there.md#data",
+        "#there",
+    ]
 
 
 @pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=str)
-def test_pages_say_what_the_code_says(page, written):
+def test_generated_parts_are_up_to_date(page, written):
     text = (ROOT / page).read_text()
-    assert written.update(text) == text, "python docs/written.py brings the pages up to date"
+    assert written.update(text) == text, "run python docs/written.py"
     assert text.count("<!-- begin ") == text.count("<!-- end -->")
     assert "{{" not in text
 
 
-def test_what_the_code_says_is_on_the_pages(written):
+def test_pages_contain_the_generated_values(written):
     def text(page):
         return (documents.DOCS / page).read_text()
 
     results = (ROOT / "experiments" / "results" / "pfedla.md").read_text()
     place = {"table": "pfedla/table1", "row": "fedrep", "column": "cifar10-n10"}
     cells = agreement.load(agreement.RESULTS)["cells"]
-    (ours,) = (one["ours"] for one in cells if place.items() <= one.items())
+    (ours,) = (cell["ours"] for cell in cells if place.items() <= cell.items())
     assert f"| fedrep | 58.01 ± 0.56 | {np.mean([*ours.values()]):.2f} " in results
     assert "| `pfedla.rate` | `0.5` |" in text("pfedla.md")
     assert "(∂θ̄_i/∂ψ_i)ᵀ Δθ_i" in text("pfedla.md")
@@ -310,14 +333,14 @@ def test_the_page_of_a_method_has_the_commands_of_its_papers_tables_and_figures(
         assert name.partition("/")[0] != paper or f"--table={name} " in text
 
 
-def test_the_first_page_and_the_site_lead_to_all_pages(site):
+def test_the_first_page_and_the_site_link_to_all_pages(site):
     first = (documents.DOCS / "index.md").read_text()
     for page in {p.stem for p in PAGES} - {"index"}:
         assert f"]({page}.md" in first, page
         assert f"\n{page}\n" in site.NAVIGATION, page
 
 
-def test_the_site_has_its_own_places_for_what_lies_elsewhere(site):
+def test_links_out_of_the_docs_folder_are_replaced_on_the_site(site):
     for page in PAGES:
         source = [(ROOT / page).read_text()]
         site._read(None, page.stem, source)
@@ -327,16 +350,16 @@ def test_the_site_has_its_own_places_for_what_lies_elsewhere(site):
     assert "Methods" in site.API
 
 
-def test_numbers_in_tables_are_not_broken_from_what_belongs_to_them(site):
+def test_table_cells_do_not_break_between_number_and_unit(site):
     row = "| Local, 10 x 4 | 59.44 ± .40 | 485 kB | 100 % | 3 Bern | 2 of 3 |"
-    kept = "| Local, 10~x 4 | 59.44~±~.40 | 485~kB | 100~% | 3 Bern | 2 of 3 |"
-    assert site.join_units(row) == kept.replace("~", "\N{NO-BREAK SPACE}")
+    expected = "| Local, 10~x 4 | 59.44~±~.40 | 485~kB | 100~% | 3 Bern | 2 of 3 |"
+    assert site.join_units(row) == expected.replace("~", "\N{NO-BREAK SPACE}")
     source = [f"5 kB\n{row}"]
     site._read(None, "speed", source)
     assert source[0].startswith("5 kB\n| Local, 10\N{NO-BREAK SPACE}x")
 
 
-def test_the_reference_has_every_method_and_what_is_public(site):
+def test_the_reference_has_every_method_and_public_name(site):
     text = "\n".join(site.module_page(name) for modules in site.API.values() for name in modules)
     for name in algorithms.METHODS:
         assert f"### `{name}`\n\n```python\ndef {name}(" in text

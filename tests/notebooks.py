@@ -81,11 +81,11 @@ def rows(text):
     """Returns the rows of a table of results as mappings, without deviations."""
     table, heads = [], None
     for line in text.splitlines():
-        words = re.split(r" {2,}", re.sub(r" ± [\d.]+", "", line.strip()))
-        if "MB down" in words:
-            heads = words
-        elif heads and len(words) == len(heads) + 1:
-            table.append(dict(zip(["label", *heads], words, strict=True)))
+        cells = re.split(r" {2,}", re.sub(r" ± [\d.]+", "", line.strip()))
+        if "MB down" in cells:
+            heads = cells
+        elif heads and len(cells) == len(heads) + 1:
+            table.append(dict(zip(["label", *heads], cells, strict=True)))
         else:
             heads = None
     return table

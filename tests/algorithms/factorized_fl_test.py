@@ -127,7 +127,7 @@ def test_the_papers_costs():
     down, up = sum(traffic.down.values()), sum(traffic.up.values())
     u = 4 * (7 * 9 + 25)  # seven 3×3 windows and a 5×5 one
     assert (down, up) == (u, u + 4 * 65_536)
-    # The paper prints 0.32, which leaves 7,300 numbers in each transfer besides these.
+    # The paper prints 0.32, which leaves 7,300 other numbers in each transfer.
     assert round(20 * (49 * down + 50 * up) / 1e9, 3) == 0.263
 
 

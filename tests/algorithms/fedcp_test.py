@@ -110,7 +110,7 @@ def test_with_all_features_for_the_personal_head_it_is_fedper():
     )
 
 
-def test_what_is_sent_and_what_stays():
+def test_payload_and_client_side_state():
     algorithm, data = linear.make_classifier("fedcp")
     state = algorithm.init(linear.KEY)
     payload = algorithm.send(state._replace(clients=()), linear.context(data))
@@ -120,8 +120,8 @@ def test_what_is_sent_and_what_stays():
     traffic = algorithm.traffic(payload, result.upload)
     policy = {"policy/linear": 4 * (8 + 4), "policy/norm": 4 * 8}
     assert traffic.down == traffic.up == {"body": 4 * 4, "head": 4 * 6, **policy}
-    other = {**server(POLICY)["params"], **deep(3 * A, HEAD)["params"]}
-    uploads = [result.upload, {"params": other}]
+    second_upload = {**server(POLICY)["params"], **deep(3 * A, HEAD)["params"]}
+    uploads = [result.upload, {"params": second_upload}]
     after = linear.receive(algorithm, state, [4, 1], uploads, [True, True])
     expected = (4 * kernels(trees.split(result.upload, {"body"})[0])[0] + 3 * A) / 5
     np.testing.assert_allclose(after.server["params"]["body"]["kernel"], expected, rtol=1e-6)

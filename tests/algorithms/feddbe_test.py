@@ -27,8 +27,8 @@ def make():
     return linear.make_classifier("feddbe", penalty=PENALTY, mean_momentum=MOMENTUM)
 
 
-def server(known):
-    return {**deep(A, HEAD), "mean": jnp.float32(C), "known": jnp.asarray(known)}
+def server(mean_is_known):
+    return {**deep(A, HEAD), "mean": jnp.float32(C), "known": jnp.asarray(mean_is_known)}
 
 
 def test_one_round_by_hand():
@@ -59,29 +59,31 @@ def test_one_round_by_hand():
 
 def test_the_first_round_is_one_of_fedavg_and_finds_the_mean():
     algorithm, data = make()
-    plain, _ = linear.make_classifier("fedavg")
-    expected = train_client(plain, deep(A, HEAD), (), data)
+    fedavg, _ = linear.make_classifier("fedavg")
+    expected = train_client(fedavg, deep(A, HEAD), (), data)
     payload, client = server(False), Client(jnp.zeros(2), ())
     result = train_client(algorithm, payload, client, data)
     chex.assert_trees_all_equal(result.upload["params"], expected.upload["params"])
     assert not result.client.bias.any()
     # The server averages by examples, and does not change the mean later.
-    other = {**deep(3 * A, HEAD), "mean": jnp.float32([1.0, 2.0])}
+    second_upload = {**deep(3 * A, HEAD), "mean": jnp.float32([1.0, 2.0])}
     state = State(payload, (), ())
-    receive = partial(linear.receive, algorithm, counts=[4, 1], uploads=[result.upload, other])
+    receive = partial(
+        linear.receive, algorithm, counts=[4, 1], uploads=[result.upload, second_upload]
+    )
     assert not receive(state=state, arrived=[False, False]).server["known"]
     state = receive(state=state, arrived=[True, True])
-    mean = (4 * result.upload["mean"] + other["mean"]) / 5
+    mean = (4 * result.upload["mean"] + second_upload["mean"]) / 5
     np.testing.assert_allclose(state.server["mean"], mean, rtol=1e-6)
     np.testing.assert_allclose(
         kernels(state.server)[0], (4 * kernels(result.upload)[0] + 3 * A) / 5, rtol=1e-6
     )
     later = receive(state=state, arrived=[False, True])
     chex.assert_trees_all_equal(later.server["mean"], state.server["mean"])
-    chex.assert_trees_all_equal(later.server["params"], other["params"])
+    chex.assert_trees_all_equal(later.server["params"], second_upload["params"])
     # A client uploads its mean in the first round only.
     model_bytes = {"body": 4 * 4, "head": 4 * 6}
-    for known, mean_bytes in ((False, 8), (True, 0)):
-        traffic = algorithm.traffic(server(known), result.upload)
+    for mean_is_known, mean_bytes in ((False, 8), (True, 0)):
+        traffic = algorithm.traffic(server(mean_is_known), result.upload)
         assert traffic.down == {**model_bytes, "mean": 8, "known": 1}
         assert traffic.up == {**model_bytes, "mean": mean_bytes}

@@ -43,13 +43,13 @@ def test_predictions_by_hand():
     np.testing.assert_allclose(predict(algorithm, served), expected, rtol=1e-5)
     # After training: the client's model, and the features that it computes.
     result = linear.train_client(algorithm, deep(A, HEAD), (), data)
-    plain, _ = linear.make_classifier("fedavg")
-    trained = linear.train_client(plain, deep(A, HEAD), (), data)
+    fedavg, _ = linear.make_classifier("fedavg")
+    trained = linear.train_client(fedavg, deep(A, HEAD), (), data)
     chex.assert_trees_all_equal(result.upload, trained.upload)
     expected = probabilities(*linear.kernels(trained.upload))
     np.testing.assert_allclose(predict(algorithm, result.variables), expected, rtol=1e-5)
     # The traffic is FedAvg's: examples and features stay on the client.
-    assert algorithm.traffic(deep(A, HEAD), result.upload) == plain.traffic(
+    assert algorithm.traffic(deep(A, HEAD), result.upload) == fedavg.traffic(
         deep(A, HEAD), trained.upload
     )
 

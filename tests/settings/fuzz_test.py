@@ -71,7 +71,7 @@ _overrides = st.fixed_dictionaries(
 
 @st.composite
 def _few(draw):
-    """Returns at most four changes, so that many configurations are valid."""
+    """Returns at most four changes, because few configurations with more are valid."""
     changes = draw(_overrides)
     keys = draw(st.lists(st.sampled_from(sorted(changes)), max_size=4)) if changes else []
     return {key: changes[key] for key in keys}
