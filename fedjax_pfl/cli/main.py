@@ -34,6 +34,9 @@ COMMANDS = {
     "tune": Entry("tune", "Chooses settings on validation examples, with equal budgets."),
     "compare": Entry("compare", "Compares runs: means over seeds, paired tests and curves."),
     "export": Entry("export", "Writes the clients' personal models of a finished run to files."),
+    "import-partition": Entry(
+        "import_partition", "Converts clients' examples of PFLlib or FL-bench to NumPy files."
+    ),
     "deploy": Entry("deploy", "Trains in several processes of this machine, through Flower."),
     "list": Entry("list", "Lists settings, methods, datasets, partitions, models and presets."),
 }

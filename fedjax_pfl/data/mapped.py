@@ -21,7 +21,8 @@ def is_mapped(array: Any) -> bool:
 def npy(path: str) -> Dataset:
     """Arrays x.npy, y.npy and optionally owner.npy in npy:FOLDER, as for `arrays`.
 
-    They stay in their files and may exceed memory.
+    A test set is read from x_test.npy, y_test.npy and owner_test.npy, if there are such files. All
+    arrays stay in their files and may exceed memory.
     """
     folder, name = find_path("npy", path), f"npy:{path}"
 
@@ -33,5 +34,15 @@ def npy(path: str) -> Dataset:
             line = error.strerror if isinstance(error, OSError) else first_line(error)
             raise UsageError(f"{name}: {file.name} cannot be read ({line})") from None
 
-    owners = read("owner") if Path(folder, "owner.npy").exists() else None
-    return arrays(read("x"), read("y"), owners=owners, name=name)
+    def read_optional(array: str) -> np.ndarray | None:
+        return read(array) if Path(folder, f"{array}.npy").exists() else None
+
+    return arrays(
+        read("x"),
+        read("y"),
+        read_optional("x_test"),
+        read_optional("y_test"),
+        owners=read_optional("owner"),
+        owners_test=read_optional("owner_test"),
+        name=name,
+    )

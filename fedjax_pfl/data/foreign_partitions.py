@@ -1,0 +1,219 @@
+"""Clients' examples as PFLlib and FL-bench write them, as a dataset whose owners are the clients.
+
+PFLlib writes config.json and train/CLIENT.npz and test/CLIENT.npz, each with the pickled dict
+{"x", "y"}. FL-bench writes partition.pkl with indices of the training, validation and test examples
+of each client, next to the examples: data.npy and targets.npy (FEMNIST, CelebA, synthetic),
+raw/xdata.npy and raw/ydata.npy (MedMNIST, COVID-19), or the files that torchvision downloads
+(MNIST, FashionMNIST, EMNIST, CIFAR-10, CIFAR-100). Its training set comes first in these indices.
+
+Images get their channels last. Examples are stored as float32 or uint8, tokens as int32.
+"""
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedjax_pfl.core.errors import UsageError, first_line
+from fedjax_pfl.data import plain_pickle
+
+_PARTS = ("train", "test")
+
+
+class Examples(NamedTuple):
+    """Examples of all clients of a training or a test set."""
+
+    x: np.ndarray
+    y: np.ndarray  # int32 [n]
+    owner: np.ndarray  # int32 [n]: client
+
+
+class Partition(NamedTuple):
+    """A partition of another library."""
+
+    library: str
+    train: Examples
+    test: Examples
+    classes: int
+
+
+def read(folder: Path) -> Partition:
+    """Reads a folder of PFLlib or FL-bench; raises UsageError if it is neither."""
+    if (folder / "partition.pkl").is_file():
+        return read_fl_bench(folder)
+    if (folder / "train").is_dir() and (folder / "config.json").is_file():
+        return read_pfllib(folder)
+    raise UsageError(
+        f"{folder} has neither config.json and train/0.npz (PFLlib) nor partition.pkl (FL-bench)"
+    )
+
+
+def read_pfllib(folder: Path) -> Partition:
+    """Reads PFLlib's folder of a dataset."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        clients, classes = int(config["num_clients"]), config.get("num_classes")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(f"{folder / 'config.json'} cannot be read: {first_line(error)}") from None
+    parts = list[Examples]()
+    for part in _PARTS:
+        examples = list[tuple[np.ndarray, np.ndarray]]()
+        for client in range(clients):
+            path = folder / part / f"{client}.npz"
+            content = plain_pickle.load_npz(path, "data")
+            if not isinstance(content, dict) or not {"x", "y"} <= content.keys():
+                raise UsageError(f"{path} has no x and y")
+            x, y = _inputs(path, content["x"]), _labels(path, content["y"])
+            if len(x) != len(y):
+                raise UsageError(f"{path} has {len(x)} inputs and {len(y)} labels")
+            examples.append((x, y))
+        parts.append(_concatenate(f"{folder / part}", examples))
+    largest = int(max(part.y.max(initial=0) for part in parts))
+    classes = largest + 1 if classes is None else int(classes)  # older files have no num_classes
+    return _check(folder, Partition("PFLlib", train=parts[0], test=parts[1], classes=classes))
+
+
+def read_fl_bench(folder: Path) -> Partition:
+    """Reads FL-bench's folder of a dataset. Validation examples are appended to training ones."""
+    path = folder / "partition.pkl"
+    try:
+        clients = plain_pickle.load(path)["data_indices"]
+        numbers = range(len(clients))  # a list, or a dict with numbers as keys
+        indices = [
+            {name: np.asarray(clients[i][name], np.int64) for name in ("train", "val", "test")}
+            for i in numbers
+        ]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise UsageError(f"{path} is no partition of FL-bench: {first_line(error)}") from None
+    x, y = _fl_bench_examples(folder)
+    for i, parts in enumerate(indices):
+        rows = np.concatenate(list(parts.values()))
+        if rows.ndim != 1 or (len(rows) and not 0 <= rows.min() <= rows.max() < len(y)):
+            raise UsageError(f"{path}: client {i} has examples that are not among the {len(y)}")
+        if not len(parts["train"]):
+            raise UsageError(
+                f"{path}: client {i} has no training examples, as with --split=user; use "
+                "--split=sample"
+            )
+    rows_of = {
+        "train": [np.append(parts["train"], parts["val"]) for parts in indices],
+        "test": [parts["test"] for parts in indices],
+    }
+    train, test = (
+        _concatenate(str(path), [(x[rows], y[rows]) for rows in rows_of[part]]) for part in _PARTS
+    )
+    return _check(folder, Partition("FL-bench", train, test, classes=int(y.max()) + 1))
+
+
+def write(partition: Partition, folder: Path) -> None:
+    """Writes the files that the dataset npy:FOLDER reads to a new folder."""
+    folder.mkdir(parents=True)
+    for suffix, examples in (("", partition.train), ("_test", partition.test)):
+        for name, array in examples._asdict().items():
+            np.save(folder / f"{name}{suffix}.npy", array)
+
+
+def _concatenate(label: str, examples: Sequence[tuple[np.ndarray, np.ndarray]]) -> Examples:
+    """Joins (x, y) of each client."""
+    xs, ys = zip(*examples, strict=True)
+    filled = [x for x in xs if len(x)]  # an empty client's x may have no shape
+    if len({x.shape[1:] for x in filled}) != 1:
+        raise UsageError(f"{label}: examples of clients have different shapes, or there are none")
+    owner = np.repeat(np.arange(len(ys), dtype=np.int32), [len(y) for y in ys])
+    return Examples(x=np.concatenate(filled), y=np.concatenate(ys), owner=owner)
+
+
+def _check(folder: Path, partition: Partition) -> Partition:
+    """Raises UsageError for labels outside the classes and clients without training examples."""
+    for y in (partition.train.y, partition.test.y):
+        if not 0 <= y.min() <= y.max() < partition.classes:
+            raise UsageError(f"{folder} has labels outside 0 to {partition.classes - 1}")
+    counts = np.bincount(partition.train.owner)
+    if not counts.all():
+        raise UsageError(f"{folder}: client {int(np.argmin(counts))} has no training examples")
+    return partition
+
+
+def _labels(path: Path, values: Any) -> np.ndarray:
+    """Returns labels as int32 [n]."""
+    y = np.asarray(values)
+    if y.ndim != 1 or (len(y) and not (np.isfinite(y).all() and np.all(y == y.astype(np.int32)))):
+        raise UsageError(f"{path}: labels are not one integer for each example")
+    return y.astype(np.int32)
+
+
+def _inputs(path: Path, values: Any) -> np.ndarray:
+    """Returns inputs as float32 or uint8, images [n, height, width, channels], or int32 tokens.
+
+    For PFLlib's news each input is (tokens, length), and the length is left out.
+    """
+    rows = list(values)
+    if rows and len(rows[0]) == 2 and np.ndim(rows[0][1]) == 0 and np.ndim(rows[0][0]) == 1:
+        values = [tokens for tokens, _ in rows]
+    try:
+        x = np.array(values) if isinstance(values, list) else np.asarray(values)
+        x = x.astype(np.float32) if x.dtype == object else x
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{path}: inputs are no array: {first_line(error)}") from None
+    if x.dtype.kind == "f":
+        x = x.astype(np.float32)
+    elif x.dtype.kind in "iu" and x.dtype != np.uint8:
+        x = x.astype(np.int32)
+    return np.moveaxis(x, 1, -1) if x.ndim == 4 else x
+
+
+def _fl_bench_examples(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Returns x and y of FL-bench's dataset, in the order that the partition's indices mean."""
+    for x_name, y_name in (("data.npy", "targets.npy"), ("raw/xdata.npy", "raw/ydata.npy")):
+        if (folder / x_name).is_file():
+            x, y = (np.load(folder / name, allow_pickle=False) for name in (x_name, y_name))
+            return _images(x), _labels(folder / y_name, np.squeeze(y))
+    batches = [folder / f"cifar-10-batches-py/data_batch_{i}" for i in range(1, 6)]
+    for files, label in (
+        ([*batches, folder / "cifar-10-batches-py/test_batch"], "labels"),
+        ([folder / f"cifar-100-python/{part}" for part in _PARTS], "fine_labels"),
+    ):
+        if files[0].is_file():
+            contents = [plain_pickle.load(file) for file in files]
+            x = np.concatenate([content["data"] for content in contents])
+            y = np.concatenate([content[label] for content in contents])
+            return x.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), y.astype(np.int32)
+    if images := sorted(folder.glob("*/raw/*train-images-idx3-ubyte*")):
+        files = [Path(str(images[0]).replace("train", part)) for part in ("train", "t10k")]
+        if not files[1].is_file():
+            files[1] = Path(str(images[0]).replace("train", "test"))
+        x = np.concatenate([_idx(file) for file in files])
+        y = np.concatenate(
+            [_idx(Path(str(f).replace("images-idx3", "labels-idx1"))) for f in files]
+        )
+        return x[..., None], y.astype(np.int32)
+    raise UsageError(
+        f"{folder} has a partition and no examples that can be read: write them to data.npy and "
+        "targets.npy there, in the order of FL-bench's dataset"
+    )
+
+
+def _images(x: np.ndarray) -> np.ndarray:
+    """Returns examples of .npy files with a channel axis, scaled to [0, 1] as in FL-bench."""
+    if x.ndim == 2 and x.shape[1] == 784:  # FEMNIST
+        x = x.reshape(-1, 28, 28)
+    x = x[..., None] if x.ndim == 3 else x
+    if x.dtype == np.uint8:
+        return x  # the dataset divides by 255
+    return np.asarray(x / 255 if x.max() > 1 and x.ndim == 4 else x, np.float32)
+
+
+def _idx(path: Path) -> np.ndarray:
+    """Reads bytes in the IDX format of MNIST, also compressed by gzip."""
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        axes = content[3]
+        shape = np.frombuffer(content, ">i4", axes, 4)
+        if content[:3] != b"\0\0\x08":
+            raise ValueError("it has no bytes in the IDX format")
+        return np.frombuffer(content, np.uint8, offset=4 + 4 * axes).reshape(shape)
+    except (OSError, EOFError, ValueError, IndexError) as error:
+        raise UsageError(f"{path} cannot be read: {first_line(error)}") from None
