@@ -42,7 +42,7 @@ def test_every_command_shows_its_help(name, capsys):
 
 @pytest.mark.parametrize("name", main.COMMANDS)
 def test_the_repository_has_a_script_for_every_command(name):
-    lines = (ROOT / f"experiments/{name}.py").read_text().splitlines()
+    lines = (ROOT / "experiments" / f"{name.replace('-', '_')}.py").read_text().splitlines()
     assert len(lines) <= 10
     assert lines[-1].strip() == f'main(["{name}", *sys.argv[1:]])'
 
