@@ -84,7 +84,7 @@ def _anchor(title: str) -> str:
 
 
 _COMMAND = re.compile(
-    r"(?:python -m experiments\.(\w+)|fedjax-pfl (\w+))((?:\"[^\"\n]*\"|[^`\"|\n])*)"
+    r"(?:python -m experiments\.(\w+)|fedjax-pfl (\w[\w-]*))((?:\"[^\"\n]*\"|[^`\"|\n])*)"
 )
 
 

@@ -194,7 +194,7 @@ def test_every_command_on_a_page_is_valid():
 
 def test_pages_show_only_commands_of_the_installed_program():
     for place, text in texts().items():
-        names = set(re.findall(r"fedjax-pfl ([a-z_]+)", text))
+        names = set(re.findall(r"fedjax-pfl ([a-z][a-z_-]*)", text))
         assert names <= set(COMMANDS), place
 
 

@@ -70,8 +70,7 @@ def load_npz(path: Path, name: str) -> Any:
       name: Name of the array.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            file = archive.zip.open(f"{name}.npy")
+        with zipfile.ZipFile(path) as archive, archive.open(f"{name}.npy") as file:
             version = np.lib.format.read_magic(file)
             reader = {(1, 0): np.lib.format.read_array_header_1_0}.get(
                 version, np.lib.format.read_array_header_2_0
