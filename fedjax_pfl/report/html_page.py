@@ -30,6 +30,8 @@ _COLOURS = {
     "#ffffff": "--paper",
 }
 
+_LONG = 40  # longer cells have several lines
+
 
 def png(figure: Figure) -> bytes:
     """Returns a figure as a PNG file."""
@@ -123,7 +125,7 @@ def table_block(
         return "\n".join(
             f'<tr><th scope="row">{head}</th>'
             + "".join(
-                f'<td data-head="{html.escape(column)}">{html.escape(cell)}</td>'
+                f'<td{_long(cell)} data-head="{html.escape(column)}">{html.escape(cell)}</td>'
                 for column, cell in zip(heads, cells, strict=True)
             )
             + "</tr>"
@@ -139,6 +141,11 @@ def table_block(
 {part(rows)}
 </tbody>{below}
 </table></div>"""
+
+
+def _long(cell: str) -> str:
+    """Returns the class of a cell with several lines, or ""."""
+    return ' class="long"' if len(cell) > _LONG else ""
 
 
 def settings_list(settings: Iterable[tuple[str, str]]) -> str:
@@ -219,7 +226,8 @@ caption { text-align: left; color: var(--soft); font-size: .9rem; padding-bottom
   position: sticky; left: 0; max-width: calc(100vw - 2rem); }
 th, td { padding: .35rem .6rem; text-align: right; border-bottom: 1px solid var(--line);
   white-space: nowrap; }
-th:first-child { text-align: left; padding-left: 0; }
+th:first-child { text-align: left; padding-left: 0; white-space: normal; min-width: 7rem; }
+.long { white-space: normal; overflow-wrap: anywhere; min-width: 14rem; font-size: .85rem; }
 th small, thead th { font-weight: normal; color: var(--soft); }
 .figures { display: grid; gap: 1.2rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr)); }
@@ -250,6 +258,7 @@ figcaption { color: var(--soft); font-size: .9rem; margin-top: .4rem; }
   th:first-child { grid-column: 1 / -1; white-space: normal; overflow-wrap: anywhere; }
   th, td { display: block; padding: .1rem 0; border: 0; text-align: left; }
   td { white-space: normal; overflow-wrap: anywhere; font-size: .9rem; }
+  .long { grid-column: 1 / -1; }
   td::before { content: attr(data-head); display: block; color: var(--soft); font-size: .75rem; }
   .settings { grid-template-columns: 1fr; }
   figure { overflow-x: auto; } /* or its text would be too small to read */
@@ -261,6 +270,9 @@ figcaption { color: var(--soft); font-size: .9rem; margin-top: .4rem; }
     --warn: #000000; --warned: #ffffff; --faint: #dddddd; --blue: #0072b2; --red: #d55e00;
     --deep: #2f6690; --novel: #b23a48; --green: #00795a; --gray: #59636e; }
   main { max-width: none; padding: 0; }
+  .wide { overflow: visible; font-size: .8rem; }
+  th, td { padding: .2rem .4rem; }
+  tr { break-inside: avoid; }
   figure, .cards div, .warning { break-inside: avoid; }
   h2 { break-after: avoid; }
 }
