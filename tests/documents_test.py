@@ -50,7 +50,7 @@ def test_your_data(tmp_path, monkeypatch, capsys):
     result = names["result"]
     scores = [line["before"]["accuracy_mean"] for line in result.metrics]
     np.testing.assert_array_equal(names["curve"], list(zip([5, 10, 15, 20], scores, strict=True)))
-    for column in ("before_accuracy", "bytes_up", "visits"):
+    for column in ("before_accuracy", "bytes_up", "client_updates"):
         expected = [float(client[column]) for client in result.clients]
         np.testing.assert_allclose(names["clients"][column], expected, rtol=1e-6)
     (pandas_code,) = documents.blocks("your_data.md", "py")  # pandas is no dependency
@@ -72,7 +72,7 @@ def test_your_network_and_task(tmp_path, monkeypatch, capsys):
     linen, accuracy, covered = capsys.readouterr().out.splitlines()
     assert len(re.findall(r"\d+", linen)) == 5
     assert abs(float(covered) - 0.8) < 0.12
-    assert list(names["result"].metrics[-1]["own_metrics"]) == ["pinball", "covered"]
+    assert list(names["result"].metrics[-1]["custom_metrics"]) == ["pinball", "covered"]
     assert float(accuracy) > 0.6
 
 

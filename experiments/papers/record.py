@@ -166,7 +166,7 @@ def _curve(run: run_reader.Run) -> dict[str, Any]:
     for stage in run_reader.STAGES:
         if all(line.get(stage) for line in lines):
             curve[stage] = [round(100 * line[stage]["accuracy_mean"], 2) for line in lines]
-    observed = [line.get("observed") or {} for line in lines]
+    observed = [line.get("diagnostics") or {} for line in lines]
     for name, last in observed[-1].items():
         values = [line.get(name) for line in observed]
         if isinstance(last, Mapping):

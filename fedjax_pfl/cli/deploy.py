@@ -39,13 +39,13 @@ def define_flags(options: flags.FlagValues) -> None:
         flag_values=options,
     )
     flags.DEFINE_float(
-        "seconds",
+        "round_seconds",
         600,
         "Seconds that a round waits for answers.",
         lower_bound=1,
         flag_values=options,
     )
-    integer("least", 1, "Answers that a round needs.", lower_bound=0)
+    integer("min_answers", 1, "Answers that a round needs.", lower_bound=0)
 
 
 def deploy(call: Call) -> None:
@@ -67,7 +67,7 @@ def deploy(call: Call) -> None:
         )
     workdir = Path(options.workdir or default_workdir("deploy", call.arguments)).absolute()
     folder = Path(options.folder or f"{workdir}-nodes").absolute()
-    waiting = {"seconds": options.seconds, "least": options.least}
+    waiting = {"seconds": options.round_seconds, "min_answers": options.min_answers}
     requested = {**assembly.to_plain(settings, registry), **assembly.user_code(config.to_dict())}
     files = [str(Path(path).absolute()) for path in options.data]
     try:

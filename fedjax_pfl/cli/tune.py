@@ -65,7 +65,7 @@ def define_flags(options: flags.FlagValues) -> None:
         None,
         "Rounds of the first method's runs, with all phases; others are shortened in proportion.",
     )
-    count("together", None, "Largest number of runs in one program. Default: all.")
+    count("runs_per_program", None, "Largest number of runs in one program. Default: all.")
     flags.DEFINE_string(
         "out", "runs/tune", "Folder of the runs, tables and tuned.py.", flag_values=options
     )
@@ -149,7 +149,7 @@ def tune(call: Call) -> None:
         out=Path(options.out),
         texts=options.grid,
         budget=options.budget,
-        max_runs=options.together,
+        max_runs=options.runs_per_program,
         only_show=options.only_show,
         form=options.format,
     )

@@ -55,8 +55,8 @@ class Picture(NamedTuple):
 class Reading(NamedTuple):
     """The diagnostics of one evaluation, as a line of metrics.jsonl holds them."""
 
-    observed: dict[str, Value]
-    dead: list[str]  # names of inactive diagnostics
+    diagnostics: dict[str, Value]
+    inactive: list[str]  # names of diagnostics whose mechanism does not act
     remarks: list[str]  # warnings about those inactive for a quarter of the run
 
 
@@ -138,12 +138,12 @@ def read(
         inactive.append(name)
         since = t
         for line in reversed(earlier):
-            if name not in line.get("dead", ()):
+            if name not in line.get("inactive", ()):
                 break
             since = line["round"]
         if (t - since) * _WARN_AFTER >= rounds and t > since:
             warnings.append(diagnostic.warning.format(value=mean(value)))
-    return Reading(observed=values, dead=inactive, remarks=warnings)
+    return Reading(diagnostics=values, inactive=inactive, remarks=warnings)
 
 
 def explanations(diagnostics: Mapping[str, Diagnostic], values: Mapping[str, Value]) -> list[str]:

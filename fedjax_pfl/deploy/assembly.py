@@ -36,7 +36,7 @@ def complete(user_settings: Mapping[str, Any]) -> tuple[ConfigDict, configuratio
         "seeds": settings.seeds > 1,
         "sweep": settings.sweep != "",
         "reference": settings.reference,
-        "beside": settings.beside != "",
+        "reference_runs": settings.reference_runs != "",
         "augment": settings.augment,
         "evaluate_clients": settings.evaluate_clients is not None,
         "store": settings.store not in ("auto", "device"),

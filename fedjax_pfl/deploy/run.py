@@ -49,7 +49,7 @@ class Waiting(NamedTuple):
     """Limits on waiting for clients."""
 
     seconds: float = 600.0  # time for the responses of a round
-    least: int = 1  # accepted responses that a round needs; with fewer it is repeated
+    min_answers: int = 1  # accepted responses that a round needs; with fewer it is repeated
     tries: int = 10  # repetitions of one round after which the run stops
 
 
@@ -86,9 +86,9 @@ def run(
 
     settings, registry = assembly.complete(user_settings)
     config = {**assembly.to_plain(settings, registry), "deployed": True}
-    if waiting.least > (settings.clients_per_round or settings.clients):
+    if waiting.min_answers > (settings.clients_per_round or settings.clients):
         raise UsageError(
-            f"least is {waiting.least}, and a round has only "
+            f"min_answers is {waiting.min_answers}, and a round has only "
             f"{settings.clients_per_round or settings.clients} clients; use a smaller number"
         )
     node_settings = assembly.node_settings(user_settings)
@@ -217,7 +217,7 @@ class _Run(NamedTuple):
             failed_attempts = failed_attempts + 1 if sweep_run.at.round == round_before else 0
             if failed_attempts > self.waiting.tries:
                 raise UsageError(
-                    f"round {round_before + 1} had fewer than {self.waiting.least} accepted "
+                    f"round {round_before + 1} had fewer than {self.waiting.min_answers} accepted "
                     f"responses {failed_attempts} times; check the nodes and run the same command "
                     "again"
                 )
@@ -272,10 +272,10 @@ class _Run(NamedTuple):
         pending = server.open_round(self.server, server_state, t)
         updates, message_bytes = self.collect(pending, server.read_update)
         accepted = sum(update.accepted for update in updates.values())
-        if accepted < self.waiting.least:
+        if accepted < self.waiting.min_answers:
             self.log(
                 f"round {t + 1}: accepted {accepted} of {len(pending.requests)} responses, needs "
-                f"{self.waiting.least}; repeating the round"
+                f"{self.waiting.min_answers}; repeating the round"
             )
             return server_state
         server_state, logs = server.close_round(self.server, server_state, pending, updates)

@@ -275,7 +275,11 @@ DEPLOYED = fields({}, {"run": RUN, "starts": _START, "federation": FEDERATION})
 _PATH = text(r"(?s:[^\x00]){1,4096}")
 _WAITING = fields(
     {},
-    {"seconds": real(1, 1e9), "least": integer(0, MAX_CLIENTS), "tries": integer(1, MAX_ROUNDS)},
+    {
+        "seconds": real(1, 1e9),
+        "min_answers": integer(0, MAX_CLIENTS),
+        "tries": integer(1, MAX_ROUNDS),
+    },
 )
 # The file of a run that the server's app is given.
 RUN_FILE = fields(

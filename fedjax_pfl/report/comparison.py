@@ -177,7 +177,7 @@ def summary(row: Row) -> Summary:
 
 def diagnostic_values(row: Row) -> dict[str, float]:
     """Returns the diagnostics of the last evaluations, as means over layers and seeds."""
-    lasts = [run.metrics[-1].get("observed", {}) for run in row.runs]
+    lasts = [run.metrics[-1].get("diagnostics", {}) for run in row.runs]
     names = [name for name in lasts[0] if all(name in last for last in lasts)]
     per_seed = {name: [diagnostics.mean(last[name]) for last in lasts] for name in names}
     return {name: float(np.mean(values)) for name, values in per_seed.items()}

@@ -235,7 +235,7 @@ def as_csv(rows: Sequence[Row]) -> str:
                 pairs = paired.pairs if paired else f"not paired: {test}"
         observed = comparison.diagnostic_values(row)
         lines.append(
-            line | {"paired_clients": pairs} | {f"observed_{k}": v for k, v in observed.items()}
+            line | {"paired_clients": pairs} | {f"diagnostic_{k}": v for k, v in observed.items()}
         )
     buffer = io.StringIO()
     csv_tables.write(buffer, lines)

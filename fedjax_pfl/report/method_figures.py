@@ -79,15 +79,15 @@ def draw_diagnostics(
     diagnostics: Mapping[str, Diagnostic], metrics: Sequence[Record]
 ) -> dict[str, Figure]:
     """Returns a figure of the diagnostics over rounds, one panel each, or {} if there are none."""
-    lines = [line for line in metrics if line.get("observed")]
-    names = [name for name in diagnostics if any(name in line["observed"] for line in lines)]
+    lines = [line for line in metrics if line.get("diagnostics")]
+    names = [name for name in diagnostics if any(name in line["diagnostics"] for line in lines)]
     if not names:
         return {}
     figure = new_figure("Diagnostics", WIDTH, 2.2 * len(names) + 0.8)
     panels = figure.subplots(len(names), 1, squeeze=False, sharex=True)[:, 0]
     for axes, name in zip(panels, names, strict=True):
-        observed = [line for line in lines if name in line["observed"]]
-        values = [line["observed"][name] for line in observed]
+        observed = [line for line in lines if name in line["diagnostics"]]
+        values = [line["diagnostics"][name] for line in observed]
         rounds = [line["round"] for line in observed]
         by_layer = values if isinstance(values[0], dict) else [{"": value} for value in values]
         for n, layer in enumerate(list(by_layer[-1])[:_MAX_LAYERS]):

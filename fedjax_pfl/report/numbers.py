@@ -35,7 +35,7 @@ def metrics_of(metrics: Sequence[Record]) -> list[Metric]:
     """Returns all metrics of a run, from the keys that end in `_mean`."""
     scores: Record = next(filter(None, (line.get("before") for line in reversed(metrics))), {})
     names = [key.removesuffix("_mean") for key in scores if key.endswith("_mean")]
-    custom: Record = next(filter(None, (line.get("own_metrics") for line in metrics)), {})
+    custom: Record = next(filter(None, (line.get("custom_metrics") for line in metrics)), {})
     metrics_by_name = [METRICS.get(n) or _custom_metric(n, custom.get(n, {})) for n in names]
     return metrics_by_name or [ACCURACY]
 

@@ -377,7 +377,7 @@ def _collapsed(summary: str, table: str) -> str:
 def _explanations(config: Mapping[str, Any], metrics: Sequence[Record]) -> str:
     """Returns a section that explains the method's last diagnostics, or ""."""
     known_diagnostics = method_labels.diagnostics(config)
-    sentences = diagnostics.explanations(known_diagnostics, metrics[-1].get("observed", {}))
+    sentences = diagnostics.explanations(known_diagnostics, metrics[-1].get("diagnostics", {}))
     if not sentences:
         return ""
     text = html.escape(" ".join(sentences))

@@ -17,8 +17,8 @@ from fedjax_pfl.settings import configuration
 
 Record = Mapping[str, Any]  # a line of metrics.jsonl
 CONFIG, METRICS, REPORT = "config.json", "metrics.jsonl", "report.html"
-CLIENTS, TRAFFIC, PROVENANCE, EXAMPLES = "clients.csv", "traffic.json", "made.json", "data.json"
-CONFUSION = "confusion.json"
+CLIENTS, TRAFFIC, EXAMPLES = "clients.csv", "traffic.json", "data.json"
+PROVENANCE, CONFUSION = "provenance.json", "confusion.json"
 STAGES = ("before", "after", "validation")
 _MAX_DEPTH = 12  # of nested settings; the library has three levels
 _MAX_NUMBER = 10**30  # a float can hold it
@@ -213,13 +213,13 @@ def _problem(line: Any) -> str:
             for name, score in (value or {}).items():
                 if not _is_number(score):
                     return f"{key}.{name} is {json.dumps(score)[:40]}"
-        elif key == "observed":
+        elif key == "diagnostics":
             if not isinstance(value, dict) or not all(map(_are_numbers, value.values())):
-                return "observed has a value that is no number"
-        elif key == "own_metrics":
+                return "diagnostics has a value that is no number"
+        elif key == "custom_metrics":
             if not isinstance(value, dict) or not all(isinstance(v, dict) for v in value.values()):
-                return "own_metrics has a value that is no JSON object"
-        elif key in ("dead", "remarks"):
+                return "custom_metrics has a value that is no JSON object"
+        elif key in ("inactive", "remarks"):
             if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
                 return f"{key} is no list of strings"
         elif key in STAGES or not _is_number(value):

@@ -1,4 +1,4 @@
-"""Reference runs of a report: named by the setting `beside`, or trained by `reference`."""
+"""Reference runs of a report: named by the setting `reference_runs`, or trained by `reference`."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,45 +21,45 @@ def check_settings(
     workdir: str | Path | None,
     registry: configuration.Registry,
 ) -> None:
-    """Raises UsageError if the settings `reference` or `beside` cannot be satisfied.
+    """Raises UsageError if the settings `reference` or `reference_runs` cannot be satisfied.
 
     `configs` has the configuration of each run of the settings.
     """
-    name = "beside" if settings.beside else "reference"
-    if not (settings.reference or settings.beside):
+    name = "reference_runs" if settings.reference_runs else "reference"
+    if not (settings.reference or settings.reference_runs):
         return
     if workdir is None:
         raise UsageError(f"{name} is for a run with a workdir, in which its report is written")
     if multiprocess.count() > 1:
         raise UsageError(f"{name} is for one process; compare with fedjax-pfl compare")
-    if settings.beside:
+    if settings.reference_runs:
         from fedjax_pfl.report import references
 
         resolved = [
             run_reader.as_json(configuration.resolve(config, registry)) for config in configs
         ]
-        references.check_same_work(resolved, references.read_finished(settings.beside))
+        references.check_same_work(resolved, references.read_finished(settings.reference_runs))
 
 
 def check_examples(configs: Iterable[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
-    """Raises UsageError if a run that `beside` names has other examples.
+    """Raises UsageError if a run that `reference_runs` names has other examples.
 
     `facts` is the content of data.json.
     """
-    for directories in {str(config["beside"]) for config in configs if config.get("beside")}:
+    for directories in {str(config.get("reference_runs") or "") for config in configs} - {""}:
         from fedjax_pfl.report import references
 
         for run in references.read_finished(directories):
             if run.examples != facts.get("digest", ""):
                 raise UsageError(
                     f"{run.directory} is a run on other examples, or its data.json is missing; it "
-                    "cannot be set beside this one"
+                    "cannot be a reference run of this one"
                 )
 
 
 def named_runs(run: run_reader.Run) -> dict[str, run_reader.Run]:
-    """Returns the runs that the setting `beside` names and that are comparable, by name."""
-    if not (directories := run.config.get("beside")):
+    """Returns the runs that the setting `reference_runs` names and that are comparable, by name."""
+    if not (directories := run.config.get("reference_runs")):
         return {}
     from fedjax_pfl.report import references
 
@@ -88,6 +88,6 @@ def _reference(settings: ConfigDict, method: str, registry: configuration.Regist
     phases = configuration.phases(settings, registry)
     config = phases[-1].copy_and_resolve_references()
     config.update(algorithm=method, rounds=sum(phase.rounds for phase in phases))
-    config.update(reference=False, beside="", sweep="", seeds=1)
+    config.update(reference=False, reference_runs="", sweep="", seeds=1)
     config.update({name: row.default_value for name, row in transforms.SETTINGS.items()})
     return config

@@ -224,7 +224,7 @@ def read_observations(directory: Path, until: int, *, read_only: bool = False) -
 
 
 def write_provenance(directory: Path) -> None:
-    """Writes made.json: start time, command, and the versions of every start or resume."""
+    """Writes provenance.json: start time, command, and the versions of every start or resume."""
     versions = []
     for package in ("fedjax_pfl", "jax", "flax", "optax", "numpy"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -232,8 +232,8 @@ def write_provenance(directory: Path) -> None:
     current = {"versions": ", ".join(versions), "python": platform.python_version()} | _commit()
     path = directory / run_reader.PROVENANCE
     if not path.exists():
-        began = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-        write_json(path, {"began": began, "command": _command()} | current)
+        started = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+        write_json(path, {"started": started, "command": _command()} | current)
     elif saved := run_reader.read_provenance(directory):
         history = {key: saved.get(key, "unknown") for key in current}
         for key, value in current.items():

@@ -124,7 +124,7 @@ def run_all(
         tell=tell,
         callbacks=Callbacks(on_round=on_round, on_evaluation=on_evaluation),
     )
-    for name, result in results.items() if settings.reference or settings.beside else ():
+    for name, result in results.items() if settings.reference or settings.reference_runs else ():
         _add_references(result, configs[name], stop, registry)
     return results
 

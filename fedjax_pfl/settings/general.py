@@ -278,7 +278,7 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
             False,
             "Also run Local and FedAvg on the same data, and report whether the method helped.",
         ),
-        "beside": _machine(
+        "reference_runs": _machine(
             "",
             "Directories of finished reference runs on the same data, separated by commas. "
             "The report compares with them, and with runs of Local and FedAvg in neighbouring"

@@ -15,7 +15,7 @@ class Ledger(NamedTuple):
     up: dict[str, int]
     client_down: list[int]  # bytes by client
     client_up: list[int]
-    visits: list[int]  # rounds in which the server used the client's update
+    client_updates: list[int]  # rounds in which the server used the client's update
     dropped: list[int]
     rejected: list[int]
 
@@ -44,7 +44,9 @@ def add(ledger: Ledger, logs: Sequence[Log], rounds: int, free_rounds: int = 0) 
         starts with round 0 if clients build the initial model from the seed.
     """
     down, up = dict(ledger.down), dict(ledger.up)
-    client_down, client_up, visits, dropped, rejected = (list(column) for column in ledger[2:])
+    client_down, client_up, client_updates, dropped, rejected = (
+        list(column) for column in ledger[2:]
+    )
     for log in logs:
         ids = np.asarray(log.ids)[:rounds]
         for total, per_client, layer_bytes, free in (
@@ -56,7 +58,7 @@ def add(ledger: Ledger, logs: Sequence[Log], rounds: int, free_rounds: int = 0) 
                 total[layer] = total.get(layer, 0) + int(counted.sum())
                 _tally(per_client, ids[free:], counted)
         for column, flag in (
-            (visits, log.arrived),
+            (client_updates, log.arrived),
             (dropped, log.dropped),
             (rejected, log.rejected),
         ):
@@ -66,7 +68,7 @@ def add(ledger: Ledger, logs: Sequence[Log], rounds: int, free_rounds: int = 0) 
         up=up,
         client_down=client_down,
         client_up=client_up,
-        visits=visits,
+        client_updates=client_updates,
         dropped=dropped,
         rejected=rejected,
     )

@@ -126,7 +126,7 @@ def user_metrics(task: Task) -> dict[str, Any]:
         for metric in task.metrics
         if metric.name not in METRICS
     }
-    return {"own_metrics": facts} if facts else {}
+    return {"custom_metrics": facts} if facts else {}
 
 
 def mean_std(values: Sequence[float]) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def client_table(
             **row,
             "bytes_down": ledger.client_down[i],
             "bytes_up": ledger.client_up[i],
-            "visits": ledger.visits[i],
+            "client_updates": ledger.client_updates[i],
             "dropped": ledger.dropped[i],
             "rejected": ledger.rejected[i],
         }

@@ -73,8 +73,8 @@ def test_held_out_clients_are_fitted_with_a_frozen_hypernetwork(tmp_path: Path):
     for old, new in zip(*parts, strict=True):
         np.testing.assert_array_equal(old[:4], new[:4])
         assert (old[4:] != new[4:]).any()
-    visits = np.array(run.ledger.visits)
-    assert visits[:4].sum() == visits[4:].sum() == SMALL["rounds"]
+    client_updates = np.array(run.ledger.client_updates)
+    assert client_updates[:4].sum() == client_updates[4:].sum() == SMALL["rounds"]
     np.testing.assert_array_equal((before.rows.v != after.rows.v).any(1)[4:], [True] * 2)
     # The spread is the distance of the sent bodies from their mean, relative to its length.
     server_state = run.state._replace(clients=())

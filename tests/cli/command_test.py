@@ -26,7 +26,10 @@ _WRONG = {
         ["--config.dirichlet.alpha=.1"],
         "dirichlet.alpha counts with partition=dirichlet only, and partition is classes",
     ),
-    "missing run to compare with": (["--config.beside=nowhere"], "nowhere is not a run directory"),
+    "missing run to compare with": (
+        ["--config.reference_runs=nowhere"],
+        "nowhere is not a run directory",
+    ),
 }
 
 
@@ -69,7 +72,7 @@ def test_a_separate_process_gives_the_same_line(outcomes, tmp_path):
 
 @pytest.mark.slow("three commands, each a run")
 def test_reports_contain_reference_runs(tmp_path):
-    """`reference` runs the missing ones; `beside` names existing ones."""
+    """`reference` runs the missing ones; `reference_runs` names existing ones."""
     small = {**CONFIG, "rounds": 2, "eval_every": 2}
     settings = [f"--config.{key}={value}" for key, value in small.items()]
     run, elsewhere = tmp_path / "runs" / "mine", tmp_path / "elsewhere"
@@ -88,7 +91,7 @@ def test_reports_contain_reference_runs(tmp_path):
     (run / "reference").rename(elsewhere)
     (run / "report.html").unlink()
     assert ">Local</text>" not in page("without", "--config.reference=false")
-    assert ">Local</text>" in page("named", f"--config.beside={elsewhere / 'local'}")
+    assert ">Local</text>" in page("named", f"--config.reference_runs={elsewhere / 'local'}")
 
 
 def test_help_lists_the_presets_and_the_flags(outcomes):

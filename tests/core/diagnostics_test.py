@@ -33,27 +33,27 @@ def test_pfedla():
     alpha = EVEN.copy()
     alpha[:, 1] = np.eye(4)
     read = diagnostics.read(PFEDLA, observed(alpha, EVEN), [], 10, 40)
-    assert read.observed["peers"] == pytest.approx({"conv": 4.0, "head": 1.0})
-    assert (read.observed["one_hot"], read.observed["moving"]) == (0.5, 1.0)
-    assert read.dead == []
+    assert read.diagnostics["peers"] == pytest.approx({"conv": 4.0, "head": 1.0})
+    assert (read.diagnostics["one_hot"], read.diagnostics["moving"]) == (0.5, 1.0)
+    assert read.inactive == []
     assert read.remarks == []
-    (explanation,) = diagnostics.explanations(PFEDLA, read.observed)
+    (explanation,) = diagnostics.explanations(PFEDLA, read.diagnostics)
     assert "conv 4.0, head 1.0" in explanation
     assert "share conv most, and keep head most to themselves" in explanation
 
 
 def test_layers_without_names_first_evaluation_and_no_arrays():
-    values = diagnostics.read(PFEDLA, observed(EVEN, layers=()), [], 1, 4).observed
+    values = diagnostics.read(PFEDLA, observed(EVEN, layers=()), [], 1, 4).diagnostics
     assert list(values["peers"]) == ["layer 1", "layer 2"]
     assert "moving" not in values
-    values = diagnostics.read(PFEDLA, observed(EVEN[:, :1]), [], 1, 4).observed["peers"]
+    values = diagnostics.read(PFEDLA, observed(EVEN[:, :1]), [], 1, 4).diagnostics["peers"]
     assert values == pytest.approx({"model": 4.0})
     assert diagnostics.read(PFEDLA, Observed({}, {}, ()), [], 1, 4) == ({}, [], [])
     assert diagnostics.explanations({}, {"peers": 1.0}) == []
 
 
-def lines(*dead, every=10):
-    return [{"round": every * (n + 1), "dead": list(names)} for n, names in enumerate(dead)]
+def lines(*inactive, every=10):
+    return [{"round": every * (n + 1), "inactive": list(names)} for n, names in enumerate(inactive)]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def lines(*dead, every=10):
 )
 def test_warning_after_a_quarter_of_the_run(earlier, at, warns):
     read = diagnostics.read(PFEDLA, observed(EYE), earlier, at, 40)
-    assert read.dead == ["one_hot"]
+    assert read.inactive == ["one_hot"]
     if warns:
         (remark,) = read.remarks
         assert "one-hot in 100% of its rows" in remark
@@ -80,11 +80,11 @@ def test_warning_after_a_quarter_of_the_run(earlier, at, warns):
 
 def test_uniform_alpha_is_inactive():
     read = diagnostics.read(PFEDLA, observed(EVEN, EVEN), lines(("peers",)), 20, 40)
-    assert read.dead == ["peers"]
-    assert read.observed["moving"] == 0.0
+    assert read.inactive == ["peers"]
+    assert read.diagnostics["moving"] == 0.0
     assert "mixes 4.0 of them" in read.remarks[0]
     nearly = EVEN + 0.1 * np.array([3, -1, -1, -1])
-    assert diagnostics.read(PFEDLA, observed(nearly), [], 20, 40).dead == []
+    assert diagnostics.read(PFEDLA, observed(nearly), [], 20, 40).inactive == []
 
 
 def of(method, arrays, before=None, first=None, earlier=(), at=20):
@@ -102,12 +102,12 @@ def test_pfedhn(method):
     v = np.array([[3.0, 0.0], [0.0, 4.0]])  # of length 5
     arrays, first = {"spread": [0.1, 0.3], "embeddings": 1.1 * v}, {"embeddings": v}
     read = of(method, arrays, first=first)
-    assert read.observed == pytest.approx({"spread": 0.2, "moved": 0.1})
-    assert read.dead == []
-    assert "moved" not in of(method, arrays).observed
+    assert read.diagnostics == pytest.approx({"spread": 0.2, "moved": 0.1})
+    assert read.inactive == []
+    assert "moved" not in of(method, arrays).diagnostics
     arrays = {"spread": [0.01, 0.02], "embeddings": v}
     inactive = of(method, arrays, first=first, earlier=lines(("spread", "moved")))
-    assert inactive.dead == ["spread", "moved"]
+    assert inactive.inactive == ["spread", "moved"]
     assert "is 0.0150 of their length" in inactive.remarks[0]
     assert f"see {method}.rate" in inactive.remarks[1]
 
@@ -117,12 +117,12 @@ def test_fedmn():
     arrays = {"pi": [[0.5, 0.75], [0.75, 0.25], [0.0, 0.0]]}
     read = of("fedmn", arrays)
     bits = 0.25 * np.log2(4) + 0.75 * np.log2(4 / 3)
-    assert read.observed == pytest.approx(
+    assert read.diagnostics == pytest.approx(
         {"routes": 2, "gate_bits": (1 + 3 * bits) / 4, "deviation": (0.125 + 0.25) / 2}
     )
-    assert read.dead == []
+    assert read.inactive == []
     similar = of("fedmn", {"pi": [[0.7, 0.2], [0.71, 0.2]]}, earlier=lines(("deviation",)))
-    assert (similar.observed["routes"], similar.dead) == (1, ["deviation"])
+    assert (similar.diagnostics["routes"], similar.inactive) == (1, ["deviation"])
     assert "deviates by 0.0025" in similar.remarks[0]
     assert of("fedmn", {"pi": np.zeros((2, 2))}) == ({}, [], [])
 
@@ -130,32 +130,32 @@ def test_fedmn():
 def test_factorized_fl():
     read = of("factorized_fl", {"weights": [[0.5, 0.5, 0], [0, 1, 0], [0.25, 0.25, 0.5]]})
     expected = {"peers": (2 + 1 + 2**1.5) / 3, "candidates": 6 / 9, "alone": 1 / 3}
-    assert read.observed == pytest.approx(expected)
-    assert read.dead == []
+    assert read.diagnostics == pytest.approx(expected)
+    assert read.inactive == []
     nearly = np.full((3, 3), 1 / 3) + 0.02 * (3 * np.eye(3) - 1)
     for weights, name, word in ((nearly, "peers", "plain mean"), (np.eye(3), "alone", "100%")):
-        dead = of("factorized_fl", {"weights": weights}, earlier=lines((name,)))
-        assert dead.dead == [name]
-        assert word in dead.remarks[0]
+        inactive = of("factorized_fl", {"weights": weights}, earlier=lines((name,)))
+        assert inactive.inactive == [name]
+        assert word in inactive.remarks[0]
 
 
 def test_fedfomo():
     before = {"affinity": [[0, 1.0], [-2.0, 0]]}
     read = of("fedfomo", {"affinity": [[0, 1.5], [-2.5, 0]]}, before)
-    assert (read.observed, read.dead) == ({"positive": 0.5}, [])
-    assert of("fedfomo", before).observed == {"positive": 0.5}  # first evaluation: since the start
-    assert of("fedfomo", before, before).observed == {}  # no weight changed
+    assert (read.diagnostics, read.inactive) == ({"positive": 0.5}, [])
+    assert of("fedfomo", before).diagnostics == {"positive": 0.5}  # since the start
+    assert of("fedfomo", before, before).diagnostics == {}  # no weight changed
     inactive = of("fedfomo", {"affinity": [[0, 0], [-3, 0]]}, before, earlier=lines(("positive",)))
     assert "fedfomo.reference" in inactive.remarks[0]
 
 
 def test_clustered_fl_and_fedem():
-    assert of("clustered_fl", {"cluster": [0, 2, 0, 1]}).observed == {"clusters": 3}
+    assert of("clustered_fl", {"cluster": [0, 2, 0, 1]}).diagnostics == {"clusters": 3}
     one_cluster = of("clustered_fl", {"cluster": [0, 0]}, earlier=lines(("clusters",)))
     assert "there is 1 cluster, which is FedAvg" in one_cluster.remarks[0]
     read = of("fedem", {"pi": [[0.5, 0.5], [1.0, 0.0]]})
-    assert read.observed == pytest.approx({"share_bits": 0.5, "deviation": 0.25})
-    assert of("fedem", {"pi": [[0.5, 0.5]] * 2}).dead == ["deviation"]
+    assert read.diagnostics == pytest.approx({"share_bits": 0.5, "deviation": 0.25})
+    assert of("fedem", {"pi": [[0.5, 0.5]] * 2}).inactive == ["deviation"]
 
 
 def test_diagnostics_have_meanings_and_warnings():

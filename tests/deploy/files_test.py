@@ -28,7 +28,7 @@ def test_a_trial_finds_errors_in_a_nodes_file_before_it_starts(tmp_path):
     [
         ({"waiting": {"second": 3}}, "run.json.waiting must be an object without fields but"),
         ({"waiting": {"seconds": "long"}}, "waiting.seconds must be a number"),
-        ({"waiting": {"least": 1.5}}, "waiting.least must be a whole number"),
+        ({"waiting": {"min_answers": 1.5}}, "waiting.min_answers must be a whole number"),
         ({"workdir": 5}, "workdir must be text"),
         ({"log": None}, "log must be text"),
         ({"config": {"clients": "3"}}, "clients is '3'"),

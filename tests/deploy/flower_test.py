@@ -130,7 +130,9 @@ def run_by(tmp_path, monkeypatch, result):
     monkeypatch.setattr(flower.run, "run", run_replacement)
     monkeypatch.setattr(flower.FlowerExchange, "wait", lambda *_: 2)
     spec = {"config": {"clients": 2}, "workdir": str(tmp_path / "run"), "log": str(log)}
-    (tmp_path / "s.json").write_text(json.dumps({**spec, "waiting": {"seconds": 1, "least": 1}}))
+    (tmp_path / "s.json").write_text(
+        json.dumps({**spec, "waiting": {"seconds": 1, "min_answers": 1}})
+    )
     with contextlib.nullcontext() if isinstance(result, Path) else pytest.raises(type(result)):
         flower.run_from_file(Grid(), str(tmp_path / "s.json"))
     return log.read_text(), storage.read_json(flower.outcome_path(log), schema.OUTCOME)

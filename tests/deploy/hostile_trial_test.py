@@ -26,7 +26,7 @@ def run_trial(tmp_path, monkeypatch, config, data=()):
     monkeypatch.chdir(ROOT)
     settings, registry = assembly.complete(config)
     log_lines = []
-    waiting = {"seconds": 600, "least": 1}
+    waiting = {"seconds": 600, "min_answers": 1}
     config = assembly.to_plain(settings, registry)
     trial.run(config, tmp_path / "run", tmp_path / "nodes", waiting, log_lines.append, data)
     assert guard.running_processes(tmp_path / "nodes" / "flwr") == []

@@ -59,7 +59,7 @@ def test_rows_of_the_sweep_of_eta():
         return {
             "before": {"accuracy_mean": before},
             "after": {"accuracy_mean": 0.9},
-            "observed": {"peers": {"fc1": 10 * before}, **observed} if observed else {},
+            "diagnostics": {"peers": {"fc1": 10 * before}, **observed} if observed else {},
         }
 
     row = studies.rate_numbers([line(0.5, moving=1.0), line(0.7, moving=0.5)])

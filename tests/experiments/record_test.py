@@ -44,7 +44,7 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
     runs = tmp_path / "runs"
     runs.mkdir()
     write_run(runs / "a", "local", 0.6, eval_every=5, data_dir="elsewhere")
-    (runs / "a" / "made.json").write_text('{"commit": "abc1234", "versions": "jax 1"}')
+    (runs / "a" / "provenance.json").write_text('{"commit": "abc1234", "versions": "jax 1"}')
     write_run(runs / "b", "local", 0.7, seed=2, partition_seed=2)
     write_run(runs / "c", "pfedla", 0.8, rounds=(10, 20))
     write_run(runs / "d", "pfedla", 0.1, rounds=(5,), seed=1)  # shorter
@@ -209,9 +209,9 @@ def test_diagnostics_are_recorded_and_null_if_missing(tmp_path, results):
     """`moving` is null at the first evaluation, because it compares with the previous one."""
     run = write_run(tmp_path / "runs", "pfedla", 0.8)
     first, last = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    first["observed"] = {"one_hot": 0.5, "peers": {"conv1": 3.21}}
-    last["observed"] = {"one_hot": 1.0, "peers": {"conv1": 1.0}, "moving": 0.0}
-    last["observed"]["rank"] = {"fc1": 0.25}
+    first["diagnostics"] = {"one_hot": 0.5, "peers": {"conv1": 3.21}}
+    last["diagnostics"] = {"one_hot": 1.0, "peers": {"conv1": 1.0}, "moving": 0.0}
+    last["diagnostics"]["rank"] = {"fc1": 0.25}
     (run / "metrics.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n")
     record.record(TABLE, tmp_path / "runs", results)
     curve_file = json.loads((results / "pfedla-table1-full.json").read_text())

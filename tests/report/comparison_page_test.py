@@ -167,7 +167,7 @@ def test_diagnostics_are_columns(tmp_path):
     for seed, peers in enumerate(({"conv": 3.0, "head": 1.0}, {"conv": 4.0, "head": 2.0})):
         path = made(tmp_path / f"pfedla{seed}", [0.5], settings("pfedla", seed=seed), rounds=(5,))
         line = json.loads((path / "metrics.jsonl").read_text())
-        line["observed"] = {"peers": peers, "one_hot": 0.0}
+        line["diagnostics"] = {"peers": peers, "one_hot": 0.0}
         (path / "metrics.jsonl").write_text(json.dumps(line))
         paths.append(path)
     fedavg, pfedla = rows_of(*paths)
@@ -178,6 +178,6 @@ def test_diagnostics_are_columns(tmp_path):
     assert label.startswith("pFedLA")
     assert cells == ["2.5", "0"]
     lines = list(csv.DictReader(io.StringIO(comparison_page.as_csv(rows))))
-    assert [line["observed_peers"] for line in lines] == ["2.5", ""]
+    assert [line["diagnostic_peers"] for line in lines] == ["2.5", ""]
     assert "Diagnostics" in comparison_page.write(rows, tmp_path / "out").read_text()
     assert len(comparison_page.tables(rows[1:])) == 1

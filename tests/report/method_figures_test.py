@@ -83,8 +83,8 @@ def test_unknown_arrays_keep_their_name_and_others_are_skipped():
 def test_diagnostics_have_a_panel_each():
     peers = [{"conv": 4.0, "head": 3.0}, {"conv": 3.5, "head": 1.5}]
     lines = [
-        {"round": 5, "observed": {"peers": peers[0], "one_hot": 0.0}},
-        {"round": 10, "observed": {"peers": peers[1], "one_hot": 0.1, "moving": 1.0}},
+        {"round": 5, "diagnostics": {"peers": peers[0], "one_hot": 0.0}},
+        {"round": 10, "diagnostics": {"peers": peers[1], "one_hot": 0.1, "moving": 1.0}},
     ]
     (figure,) = method_figures.draw_diagnostics(METHODS["pfedla"].diagnostics, lines).values()
     first, second, third = figure.axes

@@ -339,7 +339,7 @@ def test_without_reference_runs_the_page_says_how_to_add_them(tmp_path):
 
 
 def test_page_shows_changed_settings_and_provenance(tmp_path):
-    provenance = {"began": "2026-01-02 03:04 UTC", "command": "python -m experiments.x --a='<b>'"}
+    provenance = {"started": "2026-01-02 03:04 UTC", "command": "python -m experiments.x --a='<b>'"}
     run = make_run(tmp_path, [evaluation(1)], work("fedavg", learning_rate=0.25))
     run = run._replace(provenance=provenance)
     page = report.write(run).read_text()

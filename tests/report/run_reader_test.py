@@ -81,7 +81,7 @@ def test_binary_content_is_refused(run, name, content):
 
 
 def test_folder_instead_of_a_file_is_refused(run):
-    (run / "made.json").mkdir()
+    (run / "provenance.json").mkdir()
     assert comparison.read(run).provenance == {}
     (run / "config.json").unlink()
     (run / "config.json").mkdir()

@@ -39,7 +39,7 @@ BASE = {
 PHASES = {**BASE, "eval_every": 1, "phases": ({"rounds": 2}, {"algorithm": "local", "rounds": 2})}
 FILES = {
     "config.json",
-    "made.json",
+    "provenance.json",
     "plan.json",
     "metrics.jsonl",
     "clients.csv",

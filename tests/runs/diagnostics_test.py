@@ -36,18 +36,18 @@ def test_metrics_contain_diagnostics_of_the_recorded_arrays(run):
     assert [line["round"] for line in run.metrics] == rounds
     for n, line in enumerate(run.metrics):
         peers = diagnostics.effective_number(alphas[n]).mean(0)
-        np.testing.assert_allclose(list(line["observed"]["peers"].values()), peers)
-        assert list(line["observed"]["peers"]) == list(run.ledger.down)
-        assert line["observed"]["one_hot"] == diagnostics.one_hot_fraction(alphas[n])
+        np.testing.assert_allclose(list(line["diagnostics"]["peers"].values()), peers)
+        assert list(line["diagnostics"]["peers"]) == list(run.ledger.down)
+        assert line["diagnostics"]["one_hot"] == diagnostics.one_hot_fraction(alphas[n])
         if n:
             moved = diagnostics.moving_fraction(alphas[n], alphas[n - 1])
-            assert line["observed"]["moving"] == moved
-    assert "moving" not in run.metrics[0]["observed"]
+            assert line["diagnostics"]["moving"] == moved
+    assert "moving" not in run.metrics[0]["diagnostics"]
 
 
 def test_diagnostics_are_written_and_reported(run):
     assert read_metrics(run.directory) == run.metrics
-    assert run.metrics[-1]["dead"] == ["one_hot"]
+    assert run.metrics[-1]["inactive"] == ["one_hot"]
     (remark,) = run.metrics[-1]["remarks"]
     report = (run.directory / "report.html").read_text()
     assert html.escape(remark) in report
@@ -58,4 +58,4 @@ def test_diagnostics_are_written_and_reported(run):
 def test_methods_without_diagnostics():
     settings = {"dataset": "synthetic", "model": "mlp", "clients": 2, "rounds": 1}
     (line,) = fedjax_pfl.run({**settings, "algorithm": "local"}).metrics
-    assert not {"observed", "dead", "remarks"} & set(line)
+    assert not {"diagnostics", "inactive", "remarks"} & set(line)

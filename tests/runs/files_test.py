@@ -82,7 +82,7 @@ def test_runs_on_different_examples_are_not_compared(tmp_path):
     rows = comparison.group(runs)
     assert comparison.paired_test(rows[1], rows[0], "before") == "other examples"
     assert not references.find(runs[1])
-    with_reference = {**fedavg, "beside": str(folder / "local")}
+    with_reference = {**fedavg, "reference_runs": str(folder / "local")}
     line = message(fedjax_pfl.run, with_reference, folder / "with reference")
     assert "other examples" in line
     assert "begun with other examples" in message(export.load_result, folder / "local")
@@ -124,7 +124,7 @@ def test_a_run_records_the_commit_of_the_library(tmp_path, monkeypatch):
     def commit_of(name):
         (tmp_path / name).mkdir(exist_ok=True)
         run_directory.write_provenance(tmp_path / name)
-        return json.loads((tmp_path / name / "made.json").read_text()).get("commit")
+        return json.loads((tmp_path / name / "provenance.json").read_text()).get("commit")
 
     def git(*arguments):
         command = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a", *arguments]
@@ -143,7 +143,7 @@ def test_a_run_records_the_commit_of_the_library(tmp_path, monkeypatch):
     resumed = f"{commit}; then {commit}-dirty"
     assert [commit_of("checkout") for _ in range(2)] == [resumed, resumed]
     assert commit_of("no checkout") == f"unknown; then {commit}-dirty"
-    damaged = tmp_path / "changed" / "made.json"
+    damaged = tmp_path / "changed" / "provenance.json"
     damaged.write_text("{")
     run_directory.write_provenance(damaged.parent)
     assert damaged.read_text() == "{"

@@ -98,7 +98,7 @@ def test_a_client_with_one_example_takes_part(tmp_path):
     config = {"partition": "natural", "model": "mlp", "clients": 2, "rounds": 2, "eval_every": 2}
     result = fedjax_pfl.run(config, tmp_path, dataset=dataset)
     small, large = sorted(result.clients, key=lambda row: row["train_examples"])
-    assert (small["train_examples"], small["test_examples"], small["visits"]) == (1, 0, 2)
+    assert (small["train_examples"], small["test_examples"], small["client_updates"]) == (1, 0, 2)
     assert small["before_squared_error"] is None
     scores = result.metrics[-1]["before"]
     assert (scores["clients"], scores["not_finite"]) == (1, 0)
@@ -112,7 +112,9 @@ def test_clients_with_one_pooled_example_take_part():
     x, y = np.eye(6, dtype=np.float32), np.arange(6) % 2
     config = {"partition": "iid", "model": "mlp", "clients": 5, "rounds": 1}
     result = fedjax_pfl.run(config, dataset=fedjax_pfl.arrays(x, y, name="six"))
-    assert [(row["train_examples"], row["visits"]) for row in result.clients] == [(1, 1)] * 5
+    assert [(row["train_examples"], row["client_updates"]) for row in result.clients] == [
+        (1, 1)
+    ] * 5
     for stage in ("before", "after"):
         (tested,) = [row[f"{stage}_accuracy"] for row in result.clients if row["test_examples"]]
         accuracies = [row[f"{stage}_accuracy"] for row in result.clients]
@@ -127,7 +129,7 @@ def test_reference_runs(tmp_path, monkeypatch, write_page):
     assert "reference is for a run with a workdir" in line
     result = fedjax_pfl.run(config, tmp_path / "run")
     record = run_record(result)
-    assert record.provenance["began"].endswith("UTC")
+    assert record.provenance["started"].endswith("UTC")
     assert "jax " in record.provenance["versions"]
     runs = references.find(record)
     assert list(runs) == ["FedAvg", "Local"]
@@ -145,7 +147,7 @@ def test_reference_runs(tmp_path, monkeypatch, write_page):
     config = {**config, "algorithm": "fedper", "reference": False}
 
     def report_with(reference):
-        result = fedjax_pfl.run({**config, "beside": reference}, directory)
+        result = fedjax_pfl.run({**config, "reference_runs": reference}, directory)
         return (result.directory / "report.html").read_text()
 
     assert ">Local</text>" not in report_with("")

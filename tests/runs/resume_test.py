@@ -103,7 +103,7 @@ def test_phases_of_a_run():
     assert [line["round"] for line in result.metrics] == [1, 2, 3, 4]
     down = [line["bytes_down"] for line in result.metrics]
     assert down == [2 * MODEL, 4 * MODEL, 4 * MODEL, 4 * MODEL]  # local has no traffic
-    assert sum(result.ledger.visits) + sum(result.ledger.dropped) == 8
+    assert sum(result.ledger.client_updates) + sum(result.ledger.dropped) == 8
     assert result.metrics[2]["best_round"] == 3  # the best round of the second phase
     assert result.state.server == ()
 

@@ -79,7 +79,7 @@ def test_the_files_agree_with_the_result(finished):
     assert sum(numbers("bytes_up")) == last["bytes_up"]
     assert sum(numbers("dropped")) == last["dropped"] > 0
     assert sum(numbers("rejected")) == last["rejected"] == 0
-    assert sum(numbers("visits")) == uploads
+    assert sum(numbers("client_updates")) == uploads
     assert np.mean(numbers("before_accuracy")) == pytest.approx(last["before"]["accuracy_mean"])
     assert np.mean(numbers("after_loss")) == pytest.approx(last["after"]["loss"])
     (best,) = [line for line in lines if line["round"] == last["best_round"]]

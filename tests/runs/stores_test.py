@@ -84,7 +84,7 @@ def test_evaluation_of_some_clients(tmp_path):
     ids = [row["client"] for row in result.clients if row["before_accuracy"] is not None]
     assert len(ids) == 2
     assert [line["before"]["clients"] for line in result.metrics] == [2, 2]
-    assert sum(row["visits"] > 0 for row in result.clients) > 2
+    assert sum(row["client_updates"] > 0 for row in result.clients) > 2
     with open(tmp_path / "clients.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["client"] for row in rows if row["test_examples"]] == [str(i) for i in ids]

@@ -178,7 +178,7 @@ GRID = {"slowed.share": [0.5], "fedavg.learning_rate": [0.1]}
         ({"slowed.shar": [1]}, {}, "there is no setting slowed.shar; did you mean slowed.share?"),
         ({"fedavg.learning_rate": [0.1, 0.2]}, {}, "slowed 1"),
         (GRID, {"seeds": 0}, "seeds is 0; it must be at least 1"),
-        (GRID, {"together": 0}, "together is 0; it must be at least 1"),
+        (GRID, {"runs_per_program": 0}, "runs_per_program is 0; it must be at least 1"),
         ({"slowed.share": 0.5}, {}, "the grid has 0.5 for slowed.share; give a list of values"),
         ({"slowed.share": []}, {}, "the grid has [] for slowed.share; "),
     ],

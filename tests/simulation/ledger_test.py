@@ -48,14 +48,16 @@ def test_totals_beyond_32_bits():
     twice = ledger.add(book, logs, 3)
     assert twice.total_down == 24_000_000_000
     assert book.total_down == 12_000_000_000  # unchanged
-    assert all(type(n) is int for n in (*twice.down.values(), *twice.client_up, *twice.visits))
+    assert all(
+        type(n) is int for n in (*twice.down.values(), *twice.client_up, *twice.client_updates)
+    )
     assert ledger.from_json(json.loads(json.dumps(twice._asdict()))) == twice
 
 
 def test_only_completed_rounds_count():
     book = book_of([log({"fc": 1}, {"fc": 10})], rounds=2)
     assert (book.client_down, book.client_up) == ([2, 1, 1], [20, 10, 10])
-    assert book.visits == [2, 1, 1]
+    assert book.client_updates == [2, 1, 1]
 
 
 def test_only_the_download_of_a_free_round_is_free():
@@ -63,7 +65,7 @@ def test_only_the_download_of_a_free_round_is_free():
     book = book_of(logs, free_rounds=1)
     assert (book.down, book.up) == ({"fc": 4}, {"fc": 60})
     assert (book.client_down, book.client_up) == ([1, 2, 1], [20, 20, 20])
-    assert book.visits == [2, 2, 2]
+    assert book.client_updates == [2, 2, 2]
     single = book_of(logs, rounds=1, free_rounds=1)
     assert (single.total_down, single.total_up) == (0, 20)
 
@@ -79,7 +81,7 @@ def test_dropped_rejected_and_empty_slots():
     book = book_of(logs)
     assert book.client_down == [14, 14, 7]
     assert book.client_up == [5, 10, 5]
-    assert (book.visits, book.dropped, book.rejected) == ([1, 1, 1], [1, 0, 0], [0, 1, 0])
+    assert (book.client_updates, book.dropped, book.rejected) == ([1, 1, 1], [1, 0, 0], [0, 1, 0])
 
 
 def test_a_client_may_take_several_slots_of_a_call():
@@ -96,7 +98,7 @@ def test_layers_with_one_name_in_two_groups_are_added():
     assert book.down == {"fc1": 66, "fc2": 8, "wide": 100}
     assert book.up == {"fc1": 66}
     assert (book.client_down, book.client_up) == ([7, 7, 80, 80], [3, 3, 30, 30])
-    assert book.visits == [1, 1, 1, 1]
+    assert book.client_updates == [1, 1, 1, 1]
 
 
 def simulate(algorithm: Algorithm, federation: Federation, rounds: int) -> ledger.Ledger:
@@ -137,4 +139,4 @@ def test_local_has_no_traffic():
     training = local_training.sgd(steps=1)
     book = simulate(algorithms.local(MLP(3, ()), training, federation), federation, 2)
     assert (book.total_down, book.total_up, sum(book.client_down + book.client_up)) == (0, 0, 0)
-    assert book.visits == [2] * 6
+    assert book.client_updates == [2] * 6

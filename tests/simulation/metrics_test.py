@@ -189,7 +189,7 @@ def test_client_table():
         "a": 1,
         "bytes_down": 1,
         "bytes_up": 3,
-        "visits": 5,
+        "client_updates": 5,
         "dropped": 7,
         "rejected": 9,
     }
@@ -253,5 +253,5 @@ def test_user_metrics_are_recorded_with_their_unit():
     task = classification(2)
     assert metrics.user_metrics(task) == {}
     task = task._replace(metrics=(ACCURACY._replace(name="mine", higher_is_better=False),))
-    expected = {"own_metrics": {"mine": {"unit": "%", "higher_is_better": False}}}
+    expected = {"custom_metrics": {"mine": {"unit": "%", "higher_is_better": False}}}
     assert metrics.user_metrics(task) == expected

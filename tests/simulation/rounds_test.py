@@ -204,8 +204,8 @@ def test_cohorts_of_two_groups():
         np.testing.assert_array_equal(log.up["payload"], 4 * is_arrived)
     book = ledger.add(ledger.empty(7), logs, 200)
     assert book.total_down == 20 * 4 * 200
-    assert sum(book.visits) + sum(book.dropped) == 4 * 200
-    assert book.visits[6] == book.client_down[6] == 0
+    assert sum(book.client_updates) + sum(book.dropped) == 4 * 200
+    assert book.client_updates[6] == book.client_down[6] == 0
 
 
 # FedAvg of a linear model against NumPy.

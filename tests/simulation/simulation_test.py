@@ -73,7 +73,7 @@ def test_the_loop_equals_a_run(store, method, data, run):
     assert float(scores.after.accuracy.mean()) == last["after"]["accuracy_mean"]
     assert float(scores.before.loss.mean()) == last["before"]["loss"]
     assert bytes_up == run.ledger.total_up
-    assert arrived == sum(run.ledger.visits)
+    assert arrived == sum(run.ledger.client_updates)
     if store == "device":
         assert_equal(state, run.state)
 

@@ -194,12 +194,14 @@ def rate_numbers(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         when: mean_std([100 * line[when]["accuracy_mean"] for line in lines])
         for when in ("before", "after")
     }
-    if any("peers" in line.get("observed", {}) for line in lines):
-        layers = lines[0]["observed"]["peers"]
+    if any("peers" in line.get("diagnostics", {}) for line in lines):
+        layers = lines[0]["diagnostics"]["peers"]
         row["peers"] = {
-            n: float(np.mean([x["observed"]["peers"][n] for x in lines])) for n in layers
+            n: float(np.mean([x["diagnostics"]["peers"][n] for x in lines])) for n in layers
         }
-        row["moving"] = float(np.mean([line["observed"].get("moving", np.nan) for line in lines]))
+        row["moving"] = float(
+            np.mean([line["diagnostics"].get("moving", np.nan) for line in lines])
+        )
     return row
 
 

@@ -30,7 +30,7 @@ def tune(
     rounds: int | None = None,
     budget: int | None = None,
     budget_seed: int = 0,
-    together: int | None = None,
+    runs_per_program: int | None = None,
     **components: Unpack[custom.UserComponents],
 ) -> dict[str, dict[str, Any]]:
     """Runs a grid search, like the command `tune`.
@@ -46,13 +46,18 @@ def tune(
       rounds: Rounds of the first method's runs; other methods' rounds change in proportion.
       budget: Number of points to sample for each method. Default: all.
       budget_seed: Seed of the sample.
-      together: Largest number of runs in one program. Default: no limit.
+      runs_per_program: Largest number of runs in one program. Default: no limit.
       **components: User-defined components, as for `fedjax_pfl.run`.
 
     Returns:
       The selected settings by method. Pass them to `fedjax_pfl.run` with another seed.
     """
-    counts = {"seeds": seeds, "rounds": rounds, "budget": budget, "together": together}
+    counts = {
+        "seeds": seeds,
+        "rounds": rounds,
+        "budget": budget,
+        "runs_per_program": runs_per_program,
+    }
     for name, count in counts.items():
         require_at_least(name, count, 1)
     require_at_least("budget_seed", budget_seed, 0)
@@ -71,7 +76,9 @@ def tune(
     texts = [_grid_text(key, values) for key, values in grid.items()]
     trials_to_run = plan(configs, texts, rounds, budget, budget_seed, registry)
     seeds, out = seeds or base.seeds, Path(out)
-    run_search(trials_to_run, seeds=seeds, out=out, texts=texts, budget=budget, max_runs=together)
+    run_search(
+        trials_to_run, seeds=seeds, out=out, texts=texts, budget=budget, max_runs=runs_per_program
+    )
     selected = {}
     for trial in trials_to_run:
         best = choice.best_point(trials.collect(trial, seeds, out))
