@@ -33,6 +33,9 @@ from fedjax_pfl.simulation.records import (
 )
 from fedjax_pfl.simulation.scoring import evaluate_clients, score_cohort
 
+# On a CPU, `init` is computed once and takes much longer to compile than to compute.
+_INIT_OPTIONS = {"xla_backend_optimization_level": 1}
+
 
 class Slot(NamedTuple):
     """One place in the cohort; fields are stacked on axis 0."""
@@ -69,12 +72,13 @@ def compiled(functions: RoundFunctions, mesh: Mesh | None = None) -> CompiledRou
         return spread.compiled(functions)
     everywhere = NamedSharding(mesh, P()) if mesh else None
     jit = partial(jax.jit, out_shardings=everywhere)
+    is_cpu = jax.default_backend() == "cpu"
 
     def place(tree: PyTree) -> PyTree:
         return multiprocess.replicate(tree, everywhere) if everywhere else jax.device_put(tree)
 
     return CompiledRounds(
-        init=jit(functions.init),
+        init=jit(functions.init, compiler_options=_INIT_OPTIONS if is_cpu else None),
         run=jit(functions.run, donate_argnums=1),
         evaluate=jit(functions.evaluate),
         place=place,
