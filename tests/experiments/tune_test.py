@@ -259,6 +259,7 @@ def test_tables_and_csv():
         ],
         (),
         "",
+        (),
     )
     assert [row[-1] for row in pfedla.rows] == ["chosen", ""]
     rows = list(csv.DictReader(show.as_csv(RESULTS).splitlines()))
