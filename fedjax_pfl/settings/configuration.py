@@ -306,7 +306,7 @@ def _check_values(config: ConfigDict, prefix: str) -> None:
     """Raises UsageError for a value outside of its bounds or choices."""
     for name, setting in SETTINGS.items():
         value = config[name]
-        if bound := setting.violation(value):
+        if bound := setting.limits.violation(value):
             raise UsageError(f"{prefix}{name} is {value}; it must be {bound}")
         if setting.choices and value not in setting.choices:
             raise UsageError(f"{prefix}{name} is {value!r}{suggestion(value, setting.choices)}")

@@ -7,29 +7,30 @@ import functools
 
 from fedjax_pfl import transforms
 from fedjax_pfl.core.optimizers import OPTIMIZERS, SCHEDULES
-from fedjax_pfl.core.setting import Setting
+from fedjax_pfl.core.setting import Limits, Role, Setting, UsedWith
 from fedjax_pfl.simulation import programs
 
 STORES = ("auto", *programs.STORES)
 
 _BUILTIN = tuple(OPTIMIZERS)  # a user-defined optimiser contains its learning rate
-_hyperparameter = functools.partial(Setting, per_phase=True, tunable=True)
-_data = functools.partial(Setting, defines_data=True)
-_machine = functools.partial(Setting, resumable=True)
+_HYPERPARAMETER: frozenset[Role] = frozenset({"per_phase", "tunable"})
+_DATA: frozenset[Role] = frozenset({"defines_data"})
+_MACHINE: frozenset[Role] = frozenset({"resumable"})
+_hyperparameter = functools.partial(Setting, roles=_HYPERPARAMETER)
+_data = functools.partial(Setting, roles=_DATA)
+_machine = functools.partial(Setting, roles=_MACHINE)
 
 SETTING_GROUPS: dict[str, dict[str, Setting]] = {
     "Method and model": {
         "algorithm": Setting(
             "fedavg",
             "Federated learning method. Its settings are in the group of its name.",
-            per_phase=True,
-            basic=True,
+            roles={"per_phase", "basic"},
         ),
         "model": Setting(
             "small",
             "Network. Its settings are in the group of its name.",
-            per_phase=True,
-            basic=True,
+            roles={"per_phase", "basic"},
         ),
         "task": Setting("auto", "Learning task; auto: inferred from the type of the labels."),
         "metrics": Setting(
@@ -40,7 +41,7 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
         "zero_head": Setting(
             False,
             "Initialise the last layer with zeros, which prefers no order of the labels.",
-            per_phase=True,
+            roles={"per_phase"},
         ),
         "groups": Setting(
             (),
@@ -55,21 +56,29 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
     },
     "Data": {
         "dataset": _data(
-            "digits", "Dataset. Its settings are in the group of its name.", basic=True
+            "digits",
+            "Dataset. Its settings are in the group of its name.",
+            roles={*_DATA, "basic"},
         ),
         "data_dir": _machine(
-            str, "Directory of prepared tfds datasets; unset: TFDS_DATA_DIR.", per_process=True
+            str,
+            "Directory of prepared tfds datasets; unset: TFDS_DATA_DIR.",
+            roles={*_MACHINE, "per_process"},
         ),
         "fraction": _data(
-            1.0, "Fraction of the dataset to use, sampled at random.", above=0, high=1
+            1.0,
+            "Fraction of the dataset to use, sampled at random.",
+            limits=Limits(above=0, high=1),
         ),
         "partition": _data(
             "classes",
             "Split of the examples between clients. Its settings are in the group of its name, "
             "such as classes.per_client.",
-            basic=True,
+            roles={*_DATA, "basic"},
         ),
-        "partition_seed": _data(0, "Seed of the partition, independent of seed.", low=0),
+        "partition_seed": _data(
+            0, "Seed of the partition, independent of seed.", limits=Limits(low=0)
+        ),
         "split": _data(
             "pooled",
             "Source of the test examples: part of each client's examples (pooled), the "
@@ -77,20 +86,21 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
             choices=("pooled", "official", "shared"),
         ),
         "test_fraction": _data(
-            0.3, "Fraction of examples for testing. Ignored if split is official.", low=0, below=1
+            0.3,
+            "Fraction of examples for testing. Ignored if split is official.",
+            limits=Limits(low=0, below=1),
         ),
         "validation_fraction": _data(
             0.0,
             "Fraction of examples for validation, which selects the best round of a run; 0: "
             "no validation.",
-            low=0,
-            below=1,
+            limits=Limits(low=0, below=1),
         ),
         "validation_examples": _data(
             int,
             "Number of validation examples, instead of the fraction, if split is official or "
             "shared.",
-            low=1,
+            limits=Limits(low=1),
         ),
         "permute_labels": _data(False, "Permute the class labels of every client at random."),
         "augment": Setting(
@@ -98,49 +108,54 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
         ),
     },
     "Clients and rounds": {
-        "clients": _data(10, "Number of clients.", low=1, basic=True),
+        "clients": _data(10, "Number of clients.", limits=Limits(low=1), roles={*_DATA, "basic"}),
         "held_out": _data(
-            0, "Number of clients, the last ones, that are evaluated but never train.", low=0
+            0,
+            "Number of clients, the last ones, that are evaluated but never train.",
+            limits=Limits(low=0),
         ),
         "participants": Setting(
             "active",
             "Clients that train: active, or held_out in a later phase.",
+            roles={"per_phase"},
             choices=("active", "held_out"),
-            per_phase=True,
         ),
         "clients_per_round": Setting(
             int,
             "Number of clients sampled per round; unset: all.",
-            low=1,
-            per_phase=True,
-            sets_participation=True,
+            limits=Limits(low=1),
+            roles={"per_phase", "sets_participation"},
         ),
         "rounds": Setting(
             50,
             "Number of federated rounds.",
-            low=1,
-            per_phase=True,
-            budget=True,
-            sets_participation=True,
-            basic=True,
+            limits=Limits(low=1),
+            roles={"per_phase", "budget", "sets_participation", "basic"},
         ),
         "dropout": Setting(
-            0.0, "Probability that a sampled client never returns its update.", low=0, below=1
+            0.0,
+            "Probability that a sampled client never returns its update.",
+            limits=Limits(low=0, below=1),
         ),
     },
     "Local training": {
         "local_epochs": _hyperparameter(
             int,
             "Passes over the client's examples per round; unset, with local_steps unset too: 1.",
-            low=1,
-            basic=True,
+            limits=Limits(low=1),
+            roles={*_HYPERPARAMETER, "basic"},
         ),
         "local_steps": _hyperparameter(
             int,
             "Gradient steps per round, the same number for every client; replaces local_epochs.",
-            low=1,
+            limits=Limits(low=1),
         ),
-        "batch_size": _hyperparameter(32, "Examples per gradient step.", low=1, basic=True),
+        "batch_size": _hyperparameter(
+            32,
+            "Examples per gradient step.",
+            limits=Limits(low=1),
+            roles={*_HYPERPARAMETER, "basic"},
+        ),
         "drop_last": _hyperparameter(
             False,
             "Drop the smaller last batch of an epoch, unless it is the only one. BatchNorm "
@@ -152,75 +167,70 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
         "learning_rate": _hyperparameter(
             0.01,
             "Learning rate of the clients.",
-            above=0,
-            sweepable=True,
-            used_with=("optimizer", _BUILTIN),
-            basic=True,
+            limits=Limits(above=0),
+            roles={*_HYPERPARAMETER, "sweepable", "basic"},
+            used_with=UsedWith("optimizer", _BUILTIN),
         ),
         "learning_rate_schedule": _hyperparameter(
             "constant",
             "Schedule that scales learning_rate, as in optax.schedules: constant, linear, "
             "cosine_decay, exponential_decay, warmup_constant or warmup_cosine_decay.",
             choices=("constant", *SCHEDULES),
-            used_with=("optimizer", _BUILTIN),
+            used_with=UsedWith("optimizer", _BUILTIN),
         ),
         "schedule_over": _hyperparameter(
             "rounds",
             "Length of the schedule: the rounds of a phase or the local steps of one client "
             "update.",
             choices=("rounds", "steps"),
-            used_with=("learning_rate_schedule", tuple(SCHEDULES)),
+            used_with=UsedWith("learning_rate_schedule", tuple(SCHEDULES)),
         ),
         "schedule_end": _hyperparameter(
             0.01,
             "Factor of learning_rate at the end of the schedule, and at the start of a warm-up.",
-            low=0,
-            high=1,
-            used_with=("learning_rate_schedule", tuple(SCHEDULES)),
+            limits=Limits(low=0, high=1),
+            used_with=UsedWith("learning_rate_schedule", tuple(SCHEDULES)),
         ),
         "schedule_warmup": _hyperparameter(
             0.1,
             "Fraction of the schedule for the warm-up, where the rate rises to learning_rate.",
-            low=0,
-            below=1,
-            used_with=("learning_rate_schedule", ("warmup_constant", "warmup_cosine_decay")),
+            limits=Limits(low=0, below=1),
+            used_with=UsedWith(
+                "learning_rate_schedule", ("warmup_constant", "warmup_cosine_decay")
+            ),
         ),
         "learning_rate_drops": Setting(
             (),
             "Fractions of the rounds after which the learning rate is divided by 10, such as "
             "0.5,0.75.",
-            per_phase=True,
-            used_with=("optimizer", _BUILTIN),
+            roles={"per_phase"},
+            used_with=UsedWith("optimizer", _BUILTIN),
         ),
         "momentum": _hyperparameter(
             0.0,
             "Momentum of the clients' sgd or rmsprop.",
-            low=0,
-            below=1,
-            sweepable=True,
-            zero_is_special=True,
-            used_with=("optimizer", ("sgd", "rmsprop")),
+            limits=Limits(low=0, below=1),
+            roles={*_HYPERPARAMETER, "sweepable", "zero_is_special"},
+            used_with=UsedWith("optimizer", ("sgd", "rmsprop")),
         ),
         "b1": _hyperparameter(
             0.9,
             "Decay rate of the first moment of adam and adamw.",
-            low=0,
-            below=1,
-            used_with=("optimizer", ("adam", "adamw")),
+            limits=Limits(low=0, below=1),
+            used_with=UsedWith("optimizer", ("adam", "adamw")),
         ),
         "b2": _hyperparameter(
             float,
             "Decay rate of the second moment; unset: 0.999, or 0.9 with rmsprop.",
-            low=0,
-            below=1,
-            used_with=("optimizer", ("adam", "adamw", "rmsprop")),
+            limits=Limits(low=0, below=1),
+            used_with=UsedWith("optimizer", ("adam", "adamw", "rmsprop")),
         ),
         "eps": _hyperparameter(
             float,
             "Constant added to the second moment or its root, as in optax; unset: the default"
             " of optax.",
-            above=0,
-            used_with=("optimizer", ("adam", "adamw", "adagrad", "rmsprop")),
+            limits=Limits(above=0),
+            used_with=UsedWith("optimizer", ("adam", "adamw", "adagrad", "rmsprop")),
         ),
         "keep_optimizer": _hyperparameter(
             False,
@@ -230,18 +240,20 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
         "weight_decay": _hyperparameter(
             0.0,
             "Factor of the parameters that sgd adds to the gradient and adamw to its step.",
-            low=0,
-            sweepable=True,
-            zero_is_special=True,
-            used_with=("optimizer", ("sgd", "adamw")),
+            limits=Limits(low=0),
+            roles={*_HYPERPARAMETER, "sweepable", "zero_is_special"},
+            used_with=UsedWith("optimizer", ("sgd", "adamw")),
         ),
         "decay_vectors": _hyperparameter(
             True,
             "Apply weight decay to vectors too: biases, and scales and shifts of normalisations.",
-            used_with=("optimizer", ("sgd", "adamw")),
+            used_with=UsedWith("optimizer", ("sgd", "adamw")),
         ),
         "clip_norm": _hyperparameter(
-            float, "Largest norm of a gradient; unset: unlimited.", above=0, sweepable=True
+            float,
+            "Largest norm of a gradient; unset: unlimited.",
+            limits=Limits(above=0),
+            roles={*_HYPERPARAMETER, "sweepable"},
         ),
     },
     "Uploads and the server": {
@@ -250,21 +262,23 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
             "Largest norm of an accepted update. Updates that are larger or not finite are "
             "rejected. Unset: updates are rejected from norm 1.8e19 on, where the squared "
             "norm overflows.",
-            above=0,
+            limits=Limits(above=0),
         ),
         "count_initial_download": Setting(True, "Count the download of round 1 as traffic."),
     },
     "Evaluation": {
         "eval_every": Setting(
-            5, "Rounds between evaluations. The last round is always evaluated.", low=1
+            5,
+            "Rounds between evaluations. The last round is always evaluated.",
+            limits=Limits(low=1),
         ),
         "evaluate_clients": Setting(
             int,
             "Number of participating clients to evaluate, sampled once with partition_seed. "
             "Unset: all; with more than 10,000 clients, evaluations before the last round use"
             " half the number of client updates since the previous one.",
-            low=1,
-            per_phase=True,
+            limits=Limits(low=1),
+            roles={"per_phase"},
         ),
         "evaluate_after": Setting(
             True, "Evaluate each client's model also after one more local training."
@@ -290,16 +304,14 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
         "seed": Setting(
             0,
             "Seed of training: initial parameters, client sampling and batches.",
-            low=0,
-            budget=True,
-            basic=True,
+            limits=Limits(low=0),
+            roles={"budget", "basic"},
         ),
         "seeds": Setting(
             1,
             "Number of seeds, starting from seed, that run as one program.",
-            low=1,
-            high=1000,
-            budget=True,
+            limits=Limits(low=1, high=1000),
+            roles={"budget"},
         ),
         "sweep": Setting(
             "",
@@ -310,18 +322,20 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
     },
     "Memory and speed": {
         "checkpoint_every": _machine(
-            int, "Rounds between checkpoints; unset: by elapsed time.", low=1
+            int,
+            "Rounds between checkpoints; unset: by elapsed time.",
+            limits=Limits(low=1),
         ),
         "chunk": _machine(
             int,
             "Number of clients computed together on a device; unset: 1 on CPU, all otherwise.",
-            low=1,
+            limits=Limits(low=1),
         ),
         "devices": _machine(
             int,
             "Number of devices to spread clients over; unset: all, on CPU at most the number "
             "of clients per round.",
-            low=1,
+            limits=Limits(low=1),
         ),
         "store": _machine(
             "auto",
@@ -333,7 +347,7 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
         "memory_gb": _machine(
             float,
             "Memory of a device in GB. Chooses chunk to fit; a run that cannot fit is refused.",
-            above=0,
+            limits=Limits(above=0),
         ),
         "conv": _machine(
             "auto",
@@ -348,6 +362,6 @@ for selectable in transforms.REGISTRY:
 SETTINGS = {name: setting for group in SETTING_GROUPS.values() for name, setting in group.items()}
 
 
-def settings_with(attribute: str) -> tuple[str, ...]:
-    """Returns the names of the settings with a true attribute, such as "resumable"."""
-    return tuple(name for name, setting in SETTINGS.items() if getattr(setting, attribute))
+def settings_with(role: Role) -> tuple[str, ...]:
+    """Returns the names of the settings with a role, such as "resumable"."""
+    return tuple(name for name, setting in SETTINGS.items() if role in setting.roles)

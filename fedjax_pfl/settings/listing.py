@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from fedjax_pfl.algorithms import METHODS
+from fedjax_pfl.core.setting import Role
 from fedjax_pfl.settings import configuration, general
 
 WIDTH = 100
@@ -42,18 +43,21 @@ def _settings() -> Iterator[str]:
     indent = name_width + _default_width(defaults[name] for name in settings)
     sections = {"Basic": {name: settings[name] for name in general.settings_with("basic")}}
     for title, group in general.SETTING_GROUPS.items():
-        advanced = {name: setting for name, setting in group.items() if not setting.basic}
+        advanced = {
+            name: setting for name, setting in group.items() if "basic" not in setting.roles
+        }
         sections[f"Advanced: {title.lower()}"] = advanced
     yield 'Settings of every run: --config.NAME=VALUE, or {"NAME": VALUE} in Python'
     for title, group in sections.items():
         yield f"  {title}"
         for name, setting in group.items():
             yield from _setting(name, defaults[name], setting.meaning, name_width, indent)
-    for title, attribute in (
+    roles: tuple[tuple[str, Role], ...] = (
         ("Can differ between phases", "per_phase"),
         ("Can change when a run is resumed", "resumable"),
-    ):
-        yield from wrapped(f"  {title}: {', '.join(general.settings_with(attribute))}.", 2)
+    )
+    for title, role in roles:
+        yield from wrapped(f"  {title}: {', '.join(general.settings_with(role))}.", 2)
 
 
 def _factories(kind: str, setting: str, table: Mapping[str, Callable[..., Any]]) -> Iterator[str]:

@@ -26,7 +26,7 @@ from fedjax_pfl.core.algorithm import (
     Traffic,
 )
 from fedjax_pfl.core.examples import FederatedData, client_data
-from fedjax_pfl.core.setting import Setting
+from fedjax_pfl.core.setting import Limits, Setting
 from fedjax_pfl.transforms.wrapping import (
     Selectable,
     Transform,
@@ -184,13 +184,14 @@ COMPRESSION = Selectable(
     "Uploads and the server",
     {
         "upload_bits": Setting(
-            int, "Bits per uploaded number, 2 to 16; unset: 32.", low=2, high=16
+            int,
+            "Bits per uploaded number, 2 to 16; unset: 32.",
+            limits=Limits(low=2, high=16),
         ),
         "upload_top_k": Setting(
             float,
             "Fraction of an upload's numbers to send, those with the largest changes; unset: all.",
-            above=0,
-            high=1,
+            limits=Limits(above=0, high=1),
         ),
     },
     _make,

@@ -156,8 +156,7 @@ KEEP_HEAD = Selectable(
         "keep_head": Setting(
             False,
             "Keep the last layer on each client, whatever the method.",
-            per_phase=True,
-            tunable=True,
+            roles={"per_phase", "tunable"},
         )
     },
     _make,

@@ -29,7 +29,7 @@ from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Cohort, PyTree, 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.core.groups import has_groups
-from fedjax_pfl.core.setting import Setting
+from fedjax_pfl.core.setting import Limits, Role, Setting, UsedWith
 from fedjax_pfl.transforms.wrapping import Selectable, Transform, TransformContext, round_shapes
 
 
@@ -187,7 +187,8 @@ SERVER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation | None]]
     "adagrad": _adaptive(lambda v, square, b2: v + square, default_b1=0.0),
 }
 _ADAPTIVE = ("adam", "yogi", "adagrad")
-_setting = partial(Setting, per_phase=True, tunable=True)
+_HYPERPARAMETER: frozenset[Role] = frozenset({"per_phase", "tunable"})
+_setting = partial(Setting, roles=_HYPERPARAMETER)
 
 
 def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transform | None:
@@ -207,37 +208,34 @@ SERVER_OPTIMIZER = Selectable(
         "server_learning_rate": _setting(
             1.0,
             "Learning rate of the server optimiser.",
-            above=0,
-            sweepable=True,
-            used_with=("server_optimizer", ("sgd", *_ADAPTIVE)),
+            limits=Limits(above=0),
+            roles={*_HYPERPARAMETER, "sweepable"},
+            used_with=UsedWith("server_optimizer", ("sgd", *_ADAPTIVE)),
         ),
         "server_momentum": _setting(
             0.0,
             "Momentum of the server's sgd.",
-            low=0,
-            below=1,
-            sweepable=True,
-            used_with=("server_optimizer", ("sgd",)),
+            limits=Limits(low=0, below=1),
+            roles={*_HYPERPARAMETER, "sweepable"},
+            used_with=UsedWith("server_optimizer", ("sgd",)),
         ),
         "server_b1": _setting(
             float,
             "Decay rate of the server's first moment; unset: 0.9, or 0 with adagrad.",
-            low=0,
-            below=1,
-            used_with=("server_optimizer", _ADAPTIVE),
+            limits=Limits(low=0, below=1),
+            used_with=UsedWith("server_optimizer", _ADAPTIVE),
         ),
         "server_b2": _setting(
             0.99,
             "Decay rate of the server's second moment.",
-            low=0,
-            below=1,
-            used_with=("server_optimizer", ("adam", "yogi")),
+            limits=Limits(low=0, below=1),
+            used_with=UsedWith("server_optimizer", ("adam", "yogi")),
         ),
         "server_eps": _setting(
             1e-3,
             "Constant added to the root of the server's second moment.",
-            above=0,
-            used_with=("server_optimizer", _ADAPTIVE),
+            limits=Limits(above=0),
+            used_with=UsedWith("server_optimizer", _ADAPTIVE),
         ),
     },
     _make,

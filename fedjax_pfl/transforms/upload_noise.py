@@ -25,7 +25,7 @@ from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, ClientResult, PyTree
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import group_algorithms, has_groups
-from fedjax_pfl.core.setting import Setting
+from fedjax_pfl.core.setting import Limits, Setting
 from fedjax_pfl.transforms.wrapping import Selectable, Transform, TransformContext
 
 # Folded into the key; differs from compression's number and from those of training.
@@ -92,13 +92,13 @@ NOISE = Selectable(
             float,
             "Largest norm of an upload's change. The client scales larger changes down. "
             "Unset: unlimited.",
-            above=0,
+            limits=Limits(above=0),
         ),
         "upload_noise": Setting(
             0.0,
             "Standard deviation of the Gaussian noise that each client adds to its upload, as"
             " a multiple of upload_clip_norm.",
-            low=0,
+            limits=Limits(low=0),
         ),
     },
     _make,

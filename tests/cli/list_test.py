@@ -95,7 +95,7 @@ def test_meanings_are_parsed_from_docstrings():
         ("per_fedavg", "variant", VARIANTS),
         ("pfedla", "granularity", ("layer", "model")),
         ("pfedla", "normalise", NORMALISE),
-        *((None, name, SETTINGS[name].choices) for name in settings_with("choices")),
+        *((None, name, s.choices) for name, s in SETTINGS.items() if s.choices),
     ],
 )
 def test_the_meaning_of_a_setting_names_all_choices(method, name, choices):

@@ -5,12 +5,14 @@ import dataclasses
 import inspect
 import json
 from pathlib import Path
+from typing import get_args
 
 import jax
 import pytest
 
 import fedjax_pfl
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.setting import Role
 from fedjax_pfl.data import SPLITS, partition_settings, source_settings
 from fedjax_pfl.networks.lowerings.conv import lowering
 from fedjax_pfl.runs import build, runner
@@ -97,14 +99,18 @@ def test_names_are_unique_across_kinds_and_settings():
 
 def test_attributes_of_settings_are_consistent():
     for name, setting in SETTINGS.items():
-        assert not (setting.per_phase and setting.resumable), name
-        assert not setting.per_process or setting.resumable, name
-        assert not setting.sweepable or (setting.tunable and not setting.defines_data), name
-        assert not setting.sweepable or float in (type(setting.default), setting.default), name
-        assert not (setting.tunable and (setting.budget or setting.sets_participation)), name
+        roles = setting.roles
+        assert roles <= set(get_args(Role)), name
+        assert not roles >= {"per_phase", "resumable"}, name
+        assert "per_process" not in roles or "resumable" in roles, name
+        assert "sweepable" not in roles or ("tunable" in roles and "defines_data" not in roles), (
+            name
+        )
+        assert "sweepable" not in roles or float in (type(setting.default), setting.default), name
+        assert "tunable" not in roles or not roles & {"budget", "sets_participation"}, name
         assert not setting.choices or setting.default in setting.choices, name
         if isinstance(setting.default, int | float):
-            assert setting.violation(setting.default) == "", name
+            assert setting.limits.violation(setting.default) == "", name
     assert SETTINGS["split"].choices == SPLITS
     for name in SETTINGS["conv"].choices:
         lowering(name)
@@ -123,7 +129,7 @@ def test_attributes_of_settings_are_consistent():
     ],
 )
 def test_bounds(name, values, expected):
-    assert tuple(SETTINGS[name].violation(value) for value in values) == expected
+    assert tuple(SETTINGS[name].limits.violation(value) for value in values) == expected
 
 
 def test_settings_are_listed_only_in_general_and_presets():
