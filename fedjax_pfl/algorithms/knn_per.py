@@ -8,9 +8,11 @@ client whose features z_j are nearest to z(x):
   h_c(x) = Σ_{j in N(x), y_j = c} s_j / Σ_{j in N(x)} s_j,   s_j = exp(−‖z(x) − z_j‖²/(d σ))
   output: λ h(x) + (1 − λ) softmax(w; x)
 
-Deviations: λ is the same for all clients; the paper selects it for each client. The distance of
-features is the squared one divided by d, as in the authors' code. All training examples are
-stored; the paper also studies fewer. A client with fewer than k examples uses all of them.
+Each client can select its λ on its validation examples, as in the paper.
+
+Deviations: by default λ is the same for all clients. The distance of features is the squared one
+divided by d, as in the authors' code. All training examples are stored; the paper also studies
+fewer. A client with fewer than k examples uses all of them.
 """
 
 import dataclasses
@@ -21,7 +23,8 @@ import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared.method import Method
-from fedjax_pfl.core import local_training
+from fedjax_pfl.algorithms.shared.validation import require_validation
+from fedjax_pfl.core import batches, local_training
 from fedjax_pfl.core.algorithm import (
     Algorithm,
     ClientContext,
@@ -31,10 +34,11 @@ from fedjax_pfl.core.algorithm import (
     State,
 )
 from fedjax_pfl.core.errors import UsageError, require, require_above, require_at_least
-from fedjax_pfl.core.examples import ClientData, take
+from fedjax_pfl.core.examples import Batch, ClientData, take
 from fedjax_pfl.networks import features
 
 _BATCH = 128  # examples whose features are computed at a time
+_WEIGHTS = tuple(i / 10 for i in range(11))  # the λ from which a client selects
 _EPSILON = 1e-9  # least probability of a class, which is 0 if λ is 1 and no neighbour has it
 
 
@@ -44,14 +48,14 @@ class NeighbourMixture:
 
     network: Any
     neighbours: int
-    weight: Any
+    weight: Any  # λ, or None if each client selects it
     scale: Any
 
     def memorise(self, variables: PyTree, data: ClientData) -> PyTree:
         """Adds `memory` to a network's variables: the client's training examples.
 
         It holds features [n, d], labels [n] and `stored`, bool [n], which is False for padding. The
-        client's `classes`, bool [C] or None, are added too.
+        client's `classes`, bool [C] or None, and λ as `weight`, [1], are added too.
         """
         rows, size = data.train
         batch_size = min(_BATCH, rows.shape[0])
@@ -63,11 +67,46 @@ class NeighbourMixture:
             z = features.WithFeatures(self.network).apply(variables, examples.x)[1]
             return z, examples.y
 
-        batches = rows.reshape(-1, batch_size), stored.reshape(-1, batch_size)
-        z, y = jax.lax.map(features_and_labels, batches)
+        chunks = rows.reshape(-1, batch_size), stored.reshape(-1, batch_size)
+        z, y = jax.lax.map(features_and_labels, chunks)
         z, y = z.reshape(-1, z.shape[-1]), y.reshape(-1)
         memory = {"features": z, "labels": y, "stored": stored}
-        return {**variables, "memory": memory, "classes": data.classes}
+        with_memory = {**variables, "memory": memory, "classes": data.classes}
+        weight = self.select(with_memory, data) if self.weight is None else self.weight
+        weight = jnp.where(jnp.any(stored), weight, 0.0)
+        return {**with_memory, "weight": jnp.full(1, weight)}
+
+    def select(self, variables: PyTree, data: ClientData) -> jax.Array:
+        """Returns the λ of `_WEIGHTS` with the lowest cross-entropy on the validation examples."""
+        weights = jnp.asarray(_WEIGHTS)[:, None]
+
+        def losses(batch: Batch) -> jax.Array:
+            network, neighbours = (
+                jnp.take_along_axis(probabilities, batch.y[:, None], 1).T
+                for probabilities in self.parts(variables, batch.x)
+            )
+            mixture = weights * neighbours + (1 - weights) * network
+            losses = -jnp.log(jnp.maximum(mixture, _EPSILON))
+            return jnp.sum(jnp.where(batch.mask[None], losses, 0.0), 1)
+
+        return weights[jnp.argmin(batches.sum_batches(losses, data, data.validation)), 0]
+
+    def parts(self, variables: PyTree, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the probabilities of the network and of the neighbours, [B, C] each."""
+        memory, classes = variables["memory"], variables.get("classes")
+        added = ("memory", "classes", "weight")
+        network_variables = {name: v for name, v in variables.items() if name not in added}
+        outputs, z = features.WithFeatures(self.network).apply(network_variables, x)
+        if classes is not None:
+            outputs = jnp.where(classes[None], outputs, -1e9)
+        difference = z[:, None] - memory["features"][None]
+        similarity = -jnp.mean(jnp.square(difference), -1) / self.scale
+        similarity = jnp.where(memory["stored"][None], similarity, -1e9)
+        nearest, places = jax.lax.top_k(similarity, min(self.neighbours, similarity.shape[1]))
+        labels = jax.nn.one_hot(memory["labels"][places], outputs.shape[-1])
+        shares = jax.nn.softmax(nearest)
+        neighbours = jnp.einsum("bk,bkc->bc", shares, labels, precision="highest")
+        return jax.nn.softmax(outputs), neighbours
 
     def apply(self, variables: PyTree, x: jax.Array) -> jax.Array:
         """Returns log-probabilities of classes, [B, C].
@@ -76,20 +115,9 @@ class NeighbourMixture:
           variables: Result of `memorise`.
           x: Examples.
         """
-        memory, classes = variables["memory"], variables.get("classes")
-        network_variables = {n: v for n, v in variables.items() if n not in ("memory", "classes")}
-        outputs, z = features.WithFeatures(self.network).apply(network_variables, x)
-        if classes is not None:
-            outputs = jnp.where(classes[None], outputs, -1e9)
-        difference = z[:, None] - memory["features"][None]
-        similarity = -jnp.mean(jnp.square(difference), -1) / self.scale
-        similarity = jnp.where(memory["stored"][None], similarity, -1e9)
-        nearest, places = jax.lax.top_k(similarity, min(self.neighbours, similarity.shape[1]))
-        shares = jax.nn.softmax(nearest)
-        labels = jax.nn.one_hot(memory["labels"][places], outputs.shape[-1])
-        neighbours = jnp.einsum("bk,bkc->bc", shares, labels, precision="highest")
-        weight = jnp.where(jnp.any(memory["stored"]), self.weight, 0.0)
-        mixture = weight * neighbours + (1 - weight) * jax.nn.softmax(outputs)
+        network, neighbours = self.parts(variables, x)
+        weight = variables["weight"][:, None]
+        mixture = weight * neighbours + (1 - weight) * network
         return jnp.log(jnp.maximum(mixture, _EPSILON))
 
 
@@ -101,6 +129,7 @@ def knn_per(
     neighbours: int = 10,
     weight: float = 0.5,
     scale: float = 1.0,
+    select_weight: bool = False,
 ) -> Algorithm:
     """Creates kNN-Per, for classification. The state is that of FedAvg.
 
@@ -108,15 +137,19 @@ def knn_per(
       neighbours: k, the number of training examples that a prediction reads.
       weight: λ, the weight of their labels; 0 is FedAvg.
       scale: σ, which divides the distances; with a large one the neighbours have equal weights.
+      select_weight: Whether each client replaces λ by the multiple of 0.1 with the lowest loss on
+        its validation examples.
     """
     require_at_least("knn_per.neighbours", neighbours, 1)
     require((weight >= 0) & (weight <= 1), f"knn_per.weight is {weight}; it is a share, 0 to 1")
+    if select_weight:
+        require_validation("knn_per selects weights on", federation)
     require_above("knn_per.scale", scale, 0)
     if not federation.task.has_classes:
         raise UsageError("knn_per mixes probabilities of classes; choose a dataset with classes")
     features.width("knn_per", model, federation)
     base = fedavg(model, training, federation)
-    mixture = NeighbourMixture(model, neighbours, weight, scale)
+    mixture = NeighbourMixture(model, neighbours, None if select_weight else weight, scale)
 
     def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
         result = base.train(payload, client, ctx)
@@ -128,4 +161,10 @@ def knn_per(
     return base._replace(train=train, personalize=personalize, predict=mixture.apply)
 
 
-KNN_PER = Method(knn_per, title="kNN-Per", paper="Marfoq et al. 2022")
+KNN_PER = Method(
+    knn_per,
+    title="kNN-Per",
+    paper="Marfoq et al. 2022",
+    tuning_note="with knn_per.select_weight, clients select their weights on validation examples, "
+    "so its validation scores are too high",
+)

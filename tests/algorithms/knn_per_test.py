@@ -4,9 +4,12 @@ from functools import partial
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_pfl import algorithms
+from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import State
 from tests.algorithms import linear
 from tests.algorithms.linear import HEAD, A, X, Y, deep
@@ -61,6 +64,26 @@ def test_only_the_network_or_only_the_neighbours(weight):
     served = algorithm.personalize(State(deep(A, HEAD), (), ()), (), linear.context(data))
     expected = np.maximum(probabilities(A, HEAD, 4, weight), 1e-9)
     np.testing.assert_allclose(predict(algorithm, served), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("labels", [[0, 1, 1, 1], [0, 1, 0, 2], [0, 0, 0, 2]])
+def test_a_client_selects_its_weight_on_validation_examples(labels):
+    """The queries are the validation examples; the best weights are 0, 0.5 and 1."""
+    data, federation = linear.federated([X], [Y], validation=([QUERIES], [labels]))
+    data = data._replace(y=jnp.asarray([*Y, *labels], jnp.int32))
+    algorithm = algorithms.knn_per(
+        linear.Deep(3, 2),
+        local_training.sgd(steps=1),
+        federation._replace(outputs=3, task=linear.CLASSES),
+        neighbours=NEIGHBOURS,
+        select_weight=True,
+        scale=SCALE,
+    )
+    served = algorithm.personalize(State(deep(A, HEAD), (), ()), (), linear.context(data))
+    weights = np.arange(11) / 10
+    mixtures = np.array([probabilities(A, HEAD, weight=w) for w in weights])
+    losses = -np.log(np.maximum(mixtures[:, np.arange(4), labels], 1e-9)).sum(1)
+    np.testing.assert_allclose(served["weight"], [weights[np.argmin(losses)]], rtol=1e-6)
 
 
 def test_batches_of_stored_examples_and_other_clients_padding():

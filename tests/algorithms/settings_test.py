@@ -143,6 +143,7 @@ CLASSIFIERS = ("fedas", "fedem", "fedlc", "fedpac", "fedproto", "fedrod", "knn_p
         ("fedamp", {"active": np.arange(6) < 1}, {}, "at least 2 active clients"),
         ("fedfomo", {"active": np.arange(6) < 1}, {"peers": 1}, "at least one other"),
         ("fedfomo", {"validation_counts": np.zeros(6, int)}, {}, "validation_fraction"),
+        ("knn_per", {"validation_counts": np.zeros(6, int)}, {"select_weight": True}, "none; use"),
         ("pfedhn", {"class_counts": None}, {"fixed": True}, "shares of classes"),
         ("pfedla", {"counts": FEDERATION.counts[:1], "active": np.ones(1, bool)}, {}, "at least 2"),
         ("pfedla", {"groups": np.arange(6) % 2}, {}, "without groups"),

@@ -30,6 +30,7 @@ from fedjax_pfl.algorithms.shared.initial_state import initial_momentum, initial
 from fedjax_pfl.algorithms.shared.matching import select_peers
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.model_training import model_trainer
+from fedjax_pfl.algorithms.shared.validation import require_validation
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -207,14 +208,7 @@ def _check(federation: Federation, peers: int, epsilon: float, epsilon_decay: fl
     valid = (epsilon >= 0) & (epsilon <= 1)
     require(valid, f"fedfomo.epsilon is {epsilon}; it is a probability, 0 to 1")
     require_at_least("fedfomo.epsilon_decay", epsilon_decay, 0)
-    counts = federation.validation_counts
-    without = np.flatnonzero(np.zeros(federation.clients) == 0 if counts is None else counts == 0)
-    if len(without):
-        more = f" and {len(without) - 1} others have" if len(without) > 1 else " has"
-        raise UsageError(
-            f"fedfomo weighs peers on validation examples, and client {without[0]}{more} none; "
-            "use a larger validation_fraction, such as 0.2, or a more even partition"
-        )
+    require_validation("fedfomo weighs peers on", federation)
 
 
 FEDFOMO = Method(
