@@ -30,7 +30,7 @@ _COLOURS = {
     "#ffffff": "--paper",
 }
 
-_LONG = 40  # longer cells have several lines
+_LONG = 16  # characters; longer cells may wrap
 
 
 def png(figure: Figure) -> bytes:
@@ -144,7 +144,7 @@ def table_block(
 
 
 def _long(cell: str) -> str:
-    """Returns the class of a cell with several lines, or ""."""
+    """Returns the class attribute of a cell that may wrap, or ""."""
     return ' class="long"' if len(cell) > _LONG else ""
 
 
@@ -227,7 +227,7 @@ caption { text-align: left; color: var(--soft); font-size: .9rem; padding-bottom
 th, td { padding: .35rem .6rem; text-align: right; border-bottom: 1px solid var(--line);
   white-space: nowrap; }
 th:first-child { text-align: left; padding-left: 0; white-space: normal; min-width: 7rem; }
-.long { white-space: normal; overflow-wrap: anywhere; min-width: 14rem; font-size: .85rem; }
+.long { white-space: normal; overflow-wrap: anywhere; min-width: 14rem; font-size: .85em; }
 th small, thead th { font-weight: normal; color: var(--soft); }
 .figures { display: grid; gap: 1.2rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr)); }

@@ -46,6 +46,11 @@ for (const element of document.querySelectorAll("body, body *:not(script, style)
 }
 return found;
 """
+# Returns the captions of tables that are wider than their place.
+CUT_TABLES = """
+return [...document.querySelectorAll(".wide")].filter(e => e.scrollWidth > e.clientWidth)
+  .map(e => e.querySelector("caption").innerText);
+"""
 # Returns the number of visible letters of the texts that a printed page must have.
 LETTERS = """
 return [...document.querySelectorAll("main :is(h1, h2, p, th, td, caption, figcaption)")]
@@ -96,6 +101,7 @@ def test_page_fits_is_readable_and_needs_no_network(window, pages, name):
             assert window.evaluate("return innerWidth") == width
             assert window.evaluate("return document.scrollingElement.scrollWidth") <= width
             assert window.evaluate(CONTRAST) == []
+            assert window.evaluate(CUT_TABLES) == []
     assert window.messages() == []
     assert {url.partition(":")[0] for url in window.requests()} <= {"file", "data", "chrome"}
 
