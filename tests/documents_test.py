@@ -76,6 +76,20 @@ def test_your_network_and_task(tmp_path, monkeypatch, capsys):
     assert float(accuracy) > 0.6
 
 
+@pytest.mark.slow("three short programs")
+def test_short_programs_run(tmp_path, monkeypatch, capsys):
+    """The programs of three pages, shrunk to one round of a small network and to few examples."""
+    monkeypatch.chdir(tmp_path)
+    for page in ("index.md", "settings.md", "scaling.md"):
+        (code,) = documents.blocks(page)
+        code = code.replace('"rounds": 20', '"rounds": 1, "model": "mlp"')
+        code = code.replace("1_000_000", "40").replace("10_000", "20").replace("...", "1")
+        exec(code, names := {"__name__": "__main__"})
+    assert 0 < float(capsys.readouterr().out) < 1  # the first page prints an accuracy
+    assert (tmp_path / "runs" / "first" / "report.html").is_file()
+    assert (names["x"] == 1).all()
+
+
 @pytest.mark.slow("all code of a page")
 def test_models_as_files(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -192,10 +206,12 @@ def test_every_command_on_a_page_is_valid():
     ] == []
 
 
-def test_pages_show_only_commands_of_the_installed_program():
+def test_each_command_has_one_spelling():
+    """Pages show the installed command, and modules only for what is not installed."""
     for place, text in texts().items():
-        names = set(re.findall(r"fedjax-pfl ([a-z][a-z_-]*)", text))
-        assert names <= set(COMMANDS), place
+        assert set(re.findall(r"fedjax-pfl ([a-z][a-z_-]*)", text)) <= set(COMMANDS), place
+        modules = set(re.findall(r"python -m experiments\.([a-z_]+)", text))
+        assert modules <= set(documents.SCRIPTS), place
 
 
 def test_commands_are_found_on_a_page():
