@@ -13,8 +13,8 @@ from fedjax_pfl.report import drawing
 from fedjax_pfl.report.numbers import format_score, metric_name, metric_title, number
 
 MAX_POINTS = 1000  # with more clients, points overlap and the page takes megabytes
-_MAX_BARS = 60  # with more clients, bars are too thin to read
-_MAX_AXIS_CHARACTERS = 70  # horizontal labels below an axis
+_MAX_ROWS = 60  # with more clients, names are too small to read
+MAX_AXIS_CHARACTERS = 70  # horizontal labels below an axis
 _MAX_NAME = 16
 _BINS = 40
 _QUANTILES = {  # from the worst score to the best
@@ -44,7 +44,9 @@ class _Scores(NamedTuple):
 
 
 def draw(clients: Sequence[Mapping[str, Any]], metric: Metric) -> drawing.Picture | None:
-    """Draws the final scores of clients as bars, as points or, for many clients, as a histogram.
+    """Draws the final scores of clients.
+
+    Few clients are pairs of points, more are points by size, and many are a histogram.
 
     Returns None if no client has a score.
 
@@ -62,8 +64,8 @@ def draw(clients: Sequence[Mapping[str, Any]], metric: Metric) -> drawing.Pictur
     )
     scores = _Scores(before, after, np.array([bool(row.get("active", True)) for row in rows]))
     figure, axes = drawing.new_axes(f"{metric_title(metric)} of each client")
-    if len(rows) <= _MAX_BARS:
-        _client_bars(axes, [client_name(row) for row in rows], scores)
+    if len(rows) <= _MAX_ROWS:
+        _client_pairs(axes, [client_name(row) for row in rows], scores)
         order = "Clients are sorted by the score as served."
         drawing.score_axis(axes, metric)
     elif len(rows) <= MAX_POINTS:
@@ -86,24 +88,23 @@ def client_name(row: Mapping[str, Any]) -> str:
     return str(row.get("owner") or row["client"])
 
 
-def _client_bars(axes: Axes, names: list[str], scores: _Scores) -> None:
-    """Draws a bar per client before local training, and a marker after it."""
-    for mask, label in scores.groups("before"):
-        style: dict[str, Any] = {} if label == "before" else {"hatch": "///", "edgecolor": "white"}
-        colour = drawing.STAGE_COLOURS["before"]
-        axes.bar(np.flatnonzero(mask), scores.before[mask], color=colour, label=label, **style)
-    if np.isfinite(scores.after).any():
-        axes.plot(
-            range(len(names)),
-            scores.after,
-            drawing.STAGE_MARKERS["after"],
-            color=drawing.STAGE_COLOURS["after"],
-            label="after",
-            markersize=5,
-            markeredgecolor="white",
-            markeredgewidth=0.6,
-        )
-    is_crowded, is_wide = len(names) > 30, sum(map(len, names)) > _MAX_AXIS_CHARACTERS
+def _client_pairs(axes: Axes, names: list[str], scores: _Scores) -> None:
+    """Draws two points per client, before and after local training, joined by a line."""
+    x = np.arange(len(names))
+    axes.vlines(x, scores.before, scores.after, color="#999999", linewidth=1.2)
+    for stage in drawing.STAGES:
+        for mask, label in scores.groups(stage):
+            colour = drawing.STAGE_COLOURS[stage]
+            axes.plot(
+                x[mask],
+                getattr(scores, stage)[mask],
+                drawing.STAGE_MARKERS[stage],
+                color=colour,
+                label=label,
+                markersize=8 if stage == "before" else 5,  # both are visible at one score
+                markerfacecolor=colour if label == stage else "none",
+            )
+    is_crowded, is_wide = len(names) > 30, sum(map(len, names)) > MAX_AXIS_CHARACTERS
     axes.set_xticks(
         range(len(names)),
         [drawing.shorten(name, _MAX_NAME) for name in names],
@@ -111,7 +112,7 @@ def _client_bars(axes: Axes, names: list[str], scores: _Scores) -> None:
         rotation=90 if is_wide else 0,
     )
     axes.tick_params(axis="x", length=0)
-    axes.set_xlim(-0.7, max(len(names), 4) - 0.3)  # keep the bars of few clients narrow
+    axes.set_xlim(-0.7, max(len(names), 4) - 0.3)  # few clients do not spread
     axes.set_xlabel("client")
 
 
