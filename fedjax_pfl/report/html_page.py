@@ -75,6 +75,34 @@ def svg(figure: Figure, name: str) -> str:
     return text.strip()
 
 
+DEFINITIONS = {
+    "before": "the model as the client is served it, before local training",
+    "after": "the same model after one more local training on the client's training examples",
+    "mean": "over clients; every client counts the same",
+    "weighted": "mean over clients, weighted by their numbers of test examples",
+    "std": "standard deviation over clients",
+    "worst 10 %": "mean over the tenth of the clients with the worst scores",
+    "Bytes moved": "payload that clients download (down) and upload (up); 1 kB is 1,000 bytes",
+}
+
+
+def with_definition(text: str, term: str = "") -> str:
+    """Returns a text as HTML that shows the definition of a term on hover, if it has one.
+
+    Args:
+      text: The text.
+      term: The term. Default: the text.
+    """
+    definition, text = DEFINITIONS.get(term or text), html.escape(text)
+    return f'<abbr title="{html.escape(definition)}">{text}</abbr>' if definition else text
+
+
+def definitions() -> str:
+    """Returns a footnote with all definitions as HTML."""
+    text = "; ".join(f"<b>{html.escape(t)}</b>: {html.escape(d)}" for t, d in DEFINITIONS.items())
+    return f'<p class="footnote">{text}.</p>'
+
+
 def page(title: str, facts: Sequence[str], body: str) -> str:
     """Returns a page.
 
@@ -119,7 +147,7 @@ def table_block(
       rows: Cells; the first cell of a row is its head, as HTML, the others are text.
       variants: Rows of variants of this library, below the others.
     """
-    columns = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in heads)
+    columns = "".join(f'<th scope="col">{with_definition(text)}</th>' for text in heads)
 
     def part(rows: Sequence[Sequence[str]]) -> str:
         return "\n".join(
@@ -175,7 +203,28 @@ def figure_block(picture: Picture, name: str) -> str:
         "<svg", f'<svg role="img" aria-label="{html.escape(picture.alt)}"', 1
     )
     caption = html.escape(picture.caption)
-    return f"<figure{broad}>{element}<figcaption>{caption}</figcaption></figure>"
+    # Without a script: the page needs none to work from a file.
+    toggle = '<input type="checkbox" aria-label="Enlarge the figure">'
+    return (
+        f"<figure{broad}><label>{toggle}{element}</label>"
+        f"<figcaption>{caption}</figcaption></figure>"
+    )
+
+
+def section_block(pictures: dict[str, Picture], title: str, text: str, names: Sequence[str]) -> str:
+    """Returns a section of HTML and figures, or "" if it has neither.
+
+    Args:
+      pictures: Figures by name. Those of the section are removed.
+      title: Title of the section.
+      text: Content above the figures, as HTML.
+      names: Names of the section's figures; missing ones are left out.
+    """
+    blocks = [figure_block(pictures.pop(name), name) for name in names if name in pictures]
+    if not text and not blocks:
+        return ""
+    grid = '<div class="figures">\n{}\n</div>'.format("\n".join(blocks)) if blocks else ""
+    return f"<section>\n<h2>{title}</h2>\n{text}\n{grid}\n</section>"
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -230,18 +279,31 @@ th:first-child { text-align: left; padding-left: 0; white-space: normal; min-wid
 .long { white-space: normal; overflow-wrap: anywhere; min-width: 14rem; font-size: .85em; }
 th small, thead th { font-weight: normal; color: var(--soft); }
 .figures { display: grid; gap: 1.2rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr)); }
-.figures h2 { grid-column: 1 / -1; margin-bottom: 0; }
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 27rem), 1fr)); }
 figure { margin: 0; }
 .broad { grid-column: 1 / -1; }
-figure svg { display: block; width: 100%; height: auto; padding: .5rem; color: var(--ink);
-  border: 1px solid var(--line); border-radius: .5rem; }
+figure svg { display: block; width: 100%; height: auto; padding: 1.3rem .5rem .5rem;
+  color: var(--ink); border: 1px solid var(--line); border-radius: .5rem; }
 figure svg text { fill: currentColor; }
+figure label { display: block; position: relative; cursor: zoom-in; }
+figure input { position: absolute; inset: 0; margin: 0; appearance: none; cursor: inherit;
+  border-radius: .5rem; }
+figure input::after { content: "enlarge"; position: absolute; top: .2rem; right: .6rem;
+  font-size: .8rem; color: var(--soft); background: var(--paper); padding: 0 .3rem; }
+figure:has(input:checked) { position: fixed; inset: 0; z-index: 1; overflow: auto; margin: 0;
+  max-width: none; padding: 1rem; background: var(--paper); }
+figure:has(input:checked) label { cursor: zoom-out; }
+figure:has(input:checked) svg { height: calc(100vh - 7rem); min-width: 45rem; border: 0; }
+figure input:checked::after { content: "close"; }
+abbr { text-decoration: underline dotted; text-underline-offset: .2em; cursor: help; }
+.footnote { margin-top: 2rem; color: var(--soft); font-size: .85rem; }
+.footnote b { font-weight: 600; }
 .answer { margin: 1rem 0; padding: .2rem .9rem; background: var(--card);
   border: 1px solid var(--line); border-radius: .5rem; }
 .answer h2 { margin: .6rem 0 .2rem; }
 .origin p { margin: .2rem 0; font-size: .88rem; overflow-wrap: anywhere; }
 .answer p { margin: .4rem 0; }
+.answer figure { max-width: 44rem; margin: .8rem 0; }
 details summary { cursor: pointer; color: var(--soft); margin: 1rem 0 .4rem; }
 figcaption { color: var(--soft); font-size: .9rem; margin-top: .4rem; }
 .settings { display: grid; gap: 0 2rem; margin: 0; font-size: .88rem;
@@ -274,6 +336,10 @@ figcaption { color: var(--soft); font-size: .9rem; margin-top: .4rem; }
   th, td { padding: .2rem .4rem; }
   tr { break-inside: avoid; }
   figure, .cards div, .warning { break-inside: avoid; }
+  figure input { display: none; }
+  figure:has(input:checked) { position: static; }
+  figure:has(input:checked) svg { height: auto; min-width: 0; }
+  abbr { text-decoration: none; }
   h2 { break-after: avoid; }
 }
 """

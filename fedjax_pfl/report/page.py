@@ -3,6 +3,7 @@
 Bytes, seconds and counts of an evaluation are totals since round 0.
 """
 
+import functools
 import html
 import math
 import pathlib
@@ -15,6 +16,8 @@ from matplotlib.figure import Figure
 from fedjax_pfl.core import diagnostics
 from fedjax_pfl.core.scores import Metric
 from fedjax_pfl.report import (
+    answer,
+    class_figures,
     client_figures,
     comparison,
     drawing,
@@ -22,6 +25,7 @@ from fedjax_pfl.report import (
     html_page,
     method_labels,
     references,
+    run_reader,
 )
 from fedjax_pfl.report.drawing import Picture
 from fedjax_pfl.report.html_page import table_block
@@ -64,7 +68,13 @@ def write(
         name: comparison.curve(references.as_row(reference))
         for name, reference in reference_runs.items()
     }
-    pictures = figures.draw(run.metrics, run.clients, run.traffic, curves)
+    class_names = run_reader.read_class_names(directory)
+    candidates = {
+        "answer": answer.draw(run, reference_runs),
+        **figures.draw(run.metrics, run.clients, run.traffic, curves),
+        "confusion": class_figures.draw(run.confusion, class_names),
+    }
+    pictures = {name: picture for name, picture in candidates.items() if picture is not None}
     for name, figure in (extra_figures or {}).items():
         title = re.sub(r"[\W_]+", " ", name).strip().capitalize()
         caption = str(figure.get_label()) or f"{title}."
@@ -167,48 +177,34 @@ def _page(run: Run, pictures: Mapping[str, Picture], reference_runs: Mapping[str
     facts[1:1] = [f"{_setting(config, key)} {key}" for key in ("clients", "rounds")]
     changed = method_labels.sentence(method_labels.changes(config, default_settings()))
     facts = [method_labels.label(config), *facts, changed]
-    blocks = "\n".join(html_page.figure_block(pictures[name], name) for name in pictures)
-    body = f"""{_warnings(run)}
+    remaining = dict(pictures)
+    section = functools.partial(html_page.section_block, remaining)
+    answer_section = answer.section(run, reference_runs, remaining.pop("answer", None))
+    class_names = run_reader.read_class_names(run.directory)
+    body = f"""{answer_section}
+{_warnings(run)}
 {_headline(metrics, read_deviation(run.directory))}
-{_comparison(run, reference_runs)}
-{_results(metrics)}
-{_clients(run)}
-{_explanations(config, metrics)}
-<section class="figures">
-<h2>Figures</h2>
-{blocks}
-</section>
+{section("Results", _results(metrics), ("score_rounds", "score_bytes", "train_loss"))}
+{section("Clients", _clients(run), ("clients", "partition"))}
+{section("Classes", _paragraph(class_figures.sentence(run.confusion, class_names)), ("confusion",))}
+{section("Traffic", "", ("traffic",))}
+{section("Method", _explanations(config, metrics), list(remaining))}
 {_settings(config)}
-{_provenance(run)}"""
+{_provenance(run)}
+{html_page.definitions()}"""
     return html_page.page(title, facts, body)
 
 
-def _comparison(run: Run, reference_runs: Mapping[str, Run]) -> str:
-    """Returns the page as HTML; `reference_runs` are by label."""
-    sentences = [
-        references.sentence(run, name, reference) for name, reference in reference_runs.items()
-    ]
-    if not sentences:
-        if run.config.get("algorithm") in references.METHODS:
-            return ""
-        sentences = [
-            "There is no finished run of Local or FedAvg on the same data, split, seed and network "
-            "to compare with. The setting reference=true runs both."
-        ]
-    items = "\n".join(f"<p>{html.escape(text)}</p>" for text in sentences)
-    return f'<section class="answer">\n<h2>Did it help?</h2>\n{items}\n</section>'
-
-
 def _settings(config: Mapping[str, Any]) -> str:
-    """Returns a section of the changed settings, with the unchanged ones collapsed."""
+    """Returns a collapsed section of the changed settings, then the unchanged ones."""
     defaults = dict(html_page.flatten(default_settings()))
     settings = list(html_page.flatten(config))
     changed = [(key, value) for key, value in settings if defaults.get(key) != value]
     unchanged = [(key, value) for key, value in settings if defaults.get(key) == value]
-    return f"""{html_page.settings_block("Settings that were changed", changed)}
-<details>
-<summary>{len(unchanged)} settings at their defaults</summary>
-{html_page.settings_list(unchanged)}
+    return f"""<details class="all-settings">
+<summary>Settings: {len(changed)} changed, {len(unchanged)} at their defaults</summary>
+{html_page.settings_block("Settings that were changed", changed)}
+{html_page.settings_block("Settings at their defaults", unchanged)}
 </details>"""
 
 
@@ -244,7 +240,7 @@ def _headline(metrics: Sequence[Record], deviation: float | None) -> str:
     metric = metric_of(metrics)
     last = metrics[-1]
     best = dict(_selected_rounds(metrics)).get(f"best, round {last.get('best_round')}")
-    cards: list[tuple[str, str, list[str]]] = []
+    cards: list[tuple[str, str, str, list[str]]] = []  # title, defined term, value, notes
     for stage in _stages(last):
         notes = [f"mean over {_clients_in(last[stage])}, round {last['round']}"]
         if best is not None and best.get(stage):
@@ -260,22 +256,23 @@ def _headline(metrics: Sequence[Record], deviation: float | None) -> str:
                 "which is the rmse of predicting their mean"
             )
         value = format_score(metric, number(last[stage].get(f"{metric.name}_mean")))
-        cards.append((f"{metric_title(metric)} {drawing.STAGES[stage]}", value, notes))
+        cards.append((f"{metric_title(metric)} {drawing.STAGES[stage]}", stage, value, notes))
     down, up = number(last.get("bytes_down")), number(last.get("bytes_up"))
     directions = [f"{format_bytes(down)} down", f"{format_bytes(up)} up"]
-    cards.append(("Bytes moved", format_bytes(down + up), directions))
+    cards.append(("Bytes moved", "", format_bytes(down + up), directions))
     evaluating, saving = _time_clauses(last, " s")
     times = [f"and {_seconds(last.get('compile_seconds'))} s to compile{saving}"]
     if evaluating:
         times.insert(0, evaluating.removeprefix(", "))
-    cards.append(("Time", f"{_seconds(last.get('seconds'))} s", times))
+    cards.append(("Time", "", f"{_seconds(last.get('seconds'))} s", times))
     counts = " / ".join(f"{last.get(key) or 0:,}" for key in ("dropped", "rejected"))
-    cards.append(("Dropped out / rejected", counts, ["clients, over all rounds"]))
+    cards.append(("Dropped out / rejected", "", counts, ["clients, over all rounds"]))
     items = "\n".join(
-        f"<div><dt>{html.escape(head)}</dt><dd><strong>{html.escape(value)}</strong>"
+        f"<div><dt>{html_page.with_definition(head, term)}</dt>"
+        + f"<dd><strong>{html.escape(value)}</strong>"
         + "".join(f"<span>{html.escape(line)}</span>" for line in notes)
         + "</dd></div>"
-        for head, value, notes in cards
+        for head, term, value, notes in cards
     )
     return f'<dl class="cards">\n{items}\n</dl>'
 
@@ -286,7 +283,7 @@ def _clients_in(numbers: Record) -> str:
 
 
 def _results(metrics: Sequence[Record]) -> str:
-    """Returns a section with a table per metric."""
+    """Returns a table per metric."""
     blocks: list[str] = []
     for metric in metrics_of(metrics):
         with_loss = not blocks
@@ -307,11 +304,7 @@ def _results(metrics: Sequence[Record]) -> str:
         "" if has_best else "<p>There is no best round, as it is chosen on validation examples.</p>"
     )
     tables = "\n".join(blocks)
-    return f"""<section>
-<h2>Results</h2>
-{tables}
-{note}
-</section>"""
+    return f"{tables}\n{note}"
 
 
 def _clients(run: Run) -> str:
@@ -375,13 +368,16 @@ def _collapsed(summary: str, table: str) -> str:
 
 
 def _explanations(config: Mapping[str, Any], metrics: Sequence[Record]) -> str:
-    """Returns a section that explains the method's last diagnostics, or ""."""
+    """Returns a paragraph that explains the method's last diagnostics, or ""."""
     known_diagnostics = method_labels.diagnostics(config)
     sentences = diagnostics.explanations(known_diagnostics, metrics[-1].get("diagnostics", {}))
     if not sentences:
         return ""
-    text = html.escape(" ".join(sentences))
-    return f"<section>\n<h2>What was learned</h2>\n<p>{text}</p>\n</section>"
+    return _paragraph(" ".join(sentences))
+
+
+def _paragraph(text: str) -> str:
+    return f"<p>{html.escape(text)}</p>" if text else ""
 
 
 def _setting(config: Mapping[str, Any], key: str) -> str:

@@ -22,7 +22,7 @@ METHODS = {name: method_labels.table_label(name) for name in ("fedavg", "local")
 FOLDER = "reference"  # in a run directory
 _MAX_DIRECTORIES = 2000  # to search
 _MAX_LISTED = 4  # settings in a message
-_STAGES = (("before", "As served"), ("after", "After one more local training"))
+STAGES = {"before": "As served", "after": "After one more local training"}
 
 
 def as_row(run: Run) -> Row:
@@ -144,7 +144,7 @@ def sentence(run: Run, name: str, reference: Run) -> str:
       name: Label of the reference run's method.
       reference: The reference run.
     """
-    parts = [_stage(run, name, reference, stage, intro) for stage, intro in _STAGES]
+    parts = [stage_sentence(run, name, reference, stage, intro) for stage, intro in STAGES.items()]
     defaults = run_reader.default_settings()
     settings, reference_settings = (
         comparison.result_settings(r.config, defaults) for r in (run, reference)
@@ -158,7 +158,7 @@ def sentence(run: Run, name: str, reference: Run) -> str:
     return f"{' '.join(filter(None, parts))}{note}"
 
 
-def _stage(run: Run, name: str, reference: Run, stage: str, intro: str) -> str:
+def stage_sentence(run: Run, name: str, reference: Run, stage: str, intro: str) -> str:
     """Returns the sentence about one stage, or "" if it was not evaluated.
 
     Args:

@@ -116,6 +116,14 @@ def read_deviation(directory: Path) -> float | None:
         return None
 
 
+def read_class_names(directory: Path) -> list[str]:
+    """Returns the names of the classes in data.json, or [] if they have none."""
+    try:
+        return [str(name) for name in _json(directory / EXAMPLES)["classes"]]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+
+
 def _read_file(path: Path, hint: str, read_content: Callable[[Path], Any]) -> Any:
     """Returns the content of a file; raises UsageError if it is damaged.
 

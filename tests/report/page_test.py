@@ -32,7 +32,7 @@ TRAFFIC = {
     "total_down": 1200,
     "total_up": 800,
 }
-FIGURES = {"score_rounds", "score_bytes", "train_loss", "clients", "traffic"}
+FIGURES = {"answer", "score_rounds", "score_bytes", "train_loss", "clients", "traffic"}
 
 
 def stage_scores(mean, score="accuracy"):
@@ -200,7 +200,7 @@ def test_a_run_without_local_evaluation_and_traffic(tmp_path):
         evaluation(t, after=None, bytes_down=0, bytes_up=0, evaluate_seconds=None) for t in (1, 2)
     ]
     page = page_of(tmp_path, metrics, traffic={"down": {}, "up": {}})
-    assert names(tmp_path) == FIGURES - {"score_bytes", "traffic"}
+    assert names(tmp_path) == FIGURES - {"answer", "score_bytes", "traffic"}
     assert "before local training" in page
     assert "after local training" not in page
     assert "to evaluate" not in page  # not recorded by an old run
@@ -325,6 +325,8 @@ def test_report_compares_with_reference_runs_on_the_same_data(tmp_path):
         "of 4 clients, p = 0.1250)."
     ) in text
     assert "it is 5.00 points worse than Local (60.00 % against 65.00 %; better for 0 of 4" in text
+    assert "<p>Not clearly. As served it is 5.00 points worse than Local" in text  # the better one
+    assert "Gain of each client over Local: 0 better, 4 worse, 0 equal." in text
     assert page.count(">FedAvg</text>") == page.count(">Local</text>") == 2  # of the two curves
     assert "also differ" not in page
     (tmp_path / "a" / "config.json").write_text(json.dumps(work("fedavg", learning_rate=0.5)))
@@ -343,10 +345,14 @@ def test_page_shows_changed_settings_and_provenance(tmp_path):
     run = make_run(tmp_path, [evaluation(1)], work("fedavg", learning_rate=0.25))
     run = run._replace(provenance=provenance)
     page = report.write(run).read_text()
-    changed = page[page.index("Settings that were changed") : page.index("<details>")]
+    parts = ["local training help?", "<h2>Results", "<h2>Clients", "Settings that were changed"]
+    assert sorted(parts, key=page.index) == parts
+    changed, _, unchanged = page.partition("Settings at their defaults")
+    changed = changed[changed.index("Settings that were changed") :]
     assert "<dt>learning_rate</dt><dd>0.25</dd>" in changed
     assert "batch_size" not in changed
-    assert "<dt>batch_size</dt><dd>32</dd>" in page[page.index("<details>") :]
+    assert "<dt>batch_size</dt><dd>32</dd>" in unchanged
+    assert '<abbr title="over clients; every client counts the same">mean</abbr>' in page
     assert "2026-01-02 03:04 UTC" in page
     assert "--a=&#x27;&lt;b&gt;&#x27;" in page
 

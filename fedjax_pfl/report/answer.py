@@ -1,0 +1,170 @@
+"""First section of a report: whether the method helped, in a sentence and a figure."""
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib import ticker
+
+from fedjax_pfl.core.scores import Metric
+from fedjax_pfl.report import client_figures, comparison, drawing, references
+from fedjax_pfl.report.comparison import PairedTest
+from fedjax_pfl.report.drawing import Picture
+from fedjax_pfl.report.html_page import figure_block
+from fedjax_pfl.report.numbers import format_score, metric_name, metric_of, number
+from fedjax_pfl.report.run_reader import Record, Run
+
+_MAX_NAMED = 30  # clients whose names fit below the axis
+_MAX_STEMS = 60  # with more clients, an area is drawn
+_LEVEL = 0.05  # of the test between the run and a reference run
+_MIN_RANGE = 0.05  # of an axis of shares
+_COLOURS = {"better": "#0072B2", "worse": "#D55E00", "equal": "#666666"}
+_MARKERS = {"better": "^", "worse": "v", "equal": "o"}
+
+
+def section(run: Run, reference_runs: Mapping[str, Run], picture: Picture | None) -> str:
+    """Returns the section as HTML.
+
+    Args:
+      run: The run.
+      reference_runs: Reference runs by label.
+      picture: Figure of `draw`.
+    """
+    title, details = "Did it help?", ""
+    best = _best(run, reference_runs)
+    if best is not None:
+        intro = references.STAGES["before"]
+        comparisons = references.stage_sentence(run, best, reference_runs[best], "before", intro)
+        sentences = [f"{_verdict(run, reference_runs[best])}{comparisons}"]
+        lines = [references.sentence(run, name, other) for name, other in reference_runs.items()]
+        items = "\n".join(f"<p>{html.escape(line)}</p>" for line in lines)
+        details = (
+            f"<details>\n<summary>Each reference run, before and after local training</summary>\n"
+            f"{items}\n</details>"
+        )
+    else:
+        sentences = [_stages_sentence(run.metrics)]
+        if run.config.get("algorithm") in references.METHODS:
+            title = "Did local training help?"
+        else:
+            sentences.append(
+                "There is no finished run of Local or FedAvg on the same data, split, seed and "
+                "network to compare with. The setting reference=true runs both."
+            )
+    text = "\n".join(f"<p>{html.escape(sentence)}</p>" for sentence in sentences)
+    block = "" if picture is None else figure_block(picture, "answer")
+    return f'<section class="answer">\n<h2>{title}</h2>\n{text}\n{block}\n{details}\n</section>'
+
+
+def draw(run: Run, reference_runs: Mapping[str, Run]) -> Picture | None:
+    """Draws the gain of each client over the best reference run, sorted.
+
+    Without a reference run, draws the gain by local training. Returns None if no client has both
+    scores.
+    """
+    metric, best = metric_of(run.metrics), _best(run, reference_runs)
+    column = f"before_{metric.name}"
+    rows = {row["client"]: row for row in run.clients if row.get("active")}
+    if best is None:
+        pairs = {i: (row, f"after_{metric.name}", row) for i, row in rows.items()}
+        title, compared = "Gain of each client by local training", "after and before local training"
+    else:
+        pairs = {
+            other["client"]: (rows[other["client"]], column, other)
+            for other in reference_runs[best].clients
+            if other["client"] in rows
+        }
+        title, compared = f"Gain of each client over {best}", f"between this run and {best}"
+    sign = 1 if metric.higher_is_better else -1
+    gains = {
+        i: sign * (number(row.get(name)) - number(other.get(column)))
+        for i, (row, name, other) in pairs.items()
+    }
+    ids = sorted((i for i, gain in gains.items() if gain == gain), key=gains.__getitem__)
+    if not ids:
+        return None
+    names = [client_figures.client_name(rows[i]) for i in ids]
+    values = np.array([gains[i] for i in ids])
+    better, worse = int(np.sum(values > 0)), int(np.sum(values < 0))
+    counts = f"{better:,} better, {worse:,} worse, {len(values) - better - worse:,} equal"
+    caption = (
+        f"Difference in {metric_name(metric)} {compared} on each client's test examples. "
+        f"Clients are sorted: {counts}."
+    )
+    figure, axes = drawing.new_axes(title, height=3.4)
+    _draw_gains(axes, values, names, metric)
+    return Picture(figure, caption, f"{title}: {counts}.")
+
+
+def _draw_gains(axes: Any, values: np.ndarray, names: Sequence[str], metric: Metric) -> None:
+    """Draws sorted gains as stems or, for many clients, as an area."""
+    x = np.arange(len(values))
+    masks = {"better": values > 0, "worse": values < 0, "equal": values == 0}
+    for kind, mask in masks.items():
+        if not mask.any():
+            continue
+        if len(values) <= _MAX_STEMS:
+            axes.vlines(x[mask], 0, values[mask], color=_COLOURS[kind], linewidth=2)
+            axes.plot(x[mask], values[mask], _MARKERS[kind], color=_COLOURS[kind], label=kind)
+        elif kind != "equal":
+            drawn = np.linspace(0, len(values) - 1, min(len(values), client_figures.MAX_POINTS))
+            heights = np.interp(drawn, x, np.where(mask, values, 0))
+            axes.fill_between(drawn, heights, color=_COLOURS[kind], label=kind, linewidth=0)
+    axes.axhline(0, color=drawing.INK, linewidth=1)
+    if len(values) <= _MAX_NAMED:
+        rotation = 90 if sum(map(len, names)) > client_figures.MAX_AXIS_CHARACTERS else 0
+        axes.set_xticks(x, [drawing.shorten(name, 16) for name in names], rotation=rotation)
+        axes.set_xlabel("client")
+    else:
+        axes.set_xticks([])
+        axes.set_xlabel(f"{len(values):,} clients, sorted")
+    axes.set_xlim(-0.7, max(len(values), 4) - 0.3)
+    low, high = axes.get_ylim()
+    if metric.unit == "%":
+        margin = max(_MIN_RANGE - (high - low), 0) / 2
+        axes.set_ylim(low - margin, high + margin)
+        axes.yaxis.set_major_formatter(
+            ticker.FuncFormatter(lambda v, _: f"{100 * v:+g}" if v else "0")
+        )
+        axes.set_ylabel(f"gain in {metric_name(metric)}, points")
+    else:
+        axes.set_ylabel(f"gain in {metric_name(metric)}")
+    drawing.legend(axes)
+
+
+def _best(run: Run, reference_runs: Mapping[str, Run]) -> str | None:
+    """Returns the label of the reference run with the best score before local training."""
+    metric = metric_of(run.metrics)
+    scores = {
+        name: _mean(other.metrics, metric, "before") for name, other in reference_runs.items()
+    }
+    finite = [name for name, score in scores.items() if score == score]
+    sign = 1 if metric.higher_is_better else -1
+    return max(finite, key=lambda name: sign * scores[name], default=None)
+
+
+def _mean(metrics: Sequence[Record], metric: Metric, stage: str) -> float:
+    return number((metrics[-1].get(stage) or {}).get(f"{metric.name}_mean"))
+
+
+def _verdict(run: Run, reference: Run) -> str:
+    """Returns "Yes. ", "No. " or "Not clearly. ", or "" if clients cannot be paired."""
+    row, baseline = references.as_row(run), references.as_row(reference)
+    test = comparison.paired_test(row, baseline, "before")
+    if not isinstance(test, PairedTest):
+        return ""
+    if test.p >= _LEVEL:
+        return "Not clearly. "
+    is_better = (test.difference > 0) == metric_of(run.metrics).higher_is_better
+    return "Yes. " if is_better else "No. "
+
+
+def _stages_sentence(metrics: Sequence[Record]) -> str:
+    """Returns the mean scores before and after local training."""
+    metric = metric_of(metrics)
+    before, after = (_mean(metrics, metric, stage) for stage in drawing.STAGES)
+    sentence = f"The mean {metric_name(metric)} is {format_score(metric, before)} as served"
+    if after == after:
+        sentence += f" and {format_score(metric, after)} after one more local training"
+    return f"{sentence}."

@@ -1,0 +1,90 @@
+"""Figure of a confusion matrix, and the classes with the lowest recall."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.colors import ListedColormap
+
+from fedjax_pfl.report import drawing
+from fedjax_pfl.report.drawing import Picture
+
+_MAX_NUMBERS = 12  # classes of a matrix whose cells have numbers
+_MAX_NAMED = 30  # classes whose names fit beside the axes
+_LISTED = 3
+_COLOUR_MAP = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))
+
+
+def draw(confusion: Mapping[str, Any], names: Sequence[str] = ()) -> Picture | None:
+    """Draws the shares of each class's examples by predicted class, before local training.
+
+    Returns None if no test examples were counted.
+
+    Args:
+      confusion: Content of confusion.json.
+      names: Names of the classes. Default: their numbers.
+    """
+    if not confusion.get("before") or not np.any(confusion["before"]):
+        return None
+    matrix = np.array(confusion["before"], np.float64)
+    classes, totals = len(matrix), matrix.sum(1)
+    names = _names(classes, names)
+    shares = matrix / np.where(totals > 0, totals, np.nan)[:, None]
+    size = float(np.clip(1.9 + 0.34 * classes, 3.6, 7.0))
+    figure, axes = drawing.new_axes("Predictions of each class", height=size)
+    axes.grid(visible=False)
+    axes.imshow(
+        np.ma.masked_where(~(shares > 0), shares),
+        aspect="auto",
+        interpolation="nearest",
+        cmap=_COLOUR_MAP,
+        vmin=0,
+        vmax=1,
+    )
+    if classes <= _MAX_NUMBERS:
+        for i, j in np.argwhere(shares >= 0.005):
+            colour = "#fefefe" if shares[i, j] > 0.55 else "#111111"  # the same in dark mode
+            text = f"{100 * shares[i, j]:.0f}"
+            axes.text(j, i, text, ha="center", va="center", fontsize=8, color=colour)
+    if classes <= _MAX_NAMED:
+        recalls = [f"{100 * shares[i, i]:.0f} %" if totals[i] else "none" for i in range(classes)]
+        labels = [drawing.shorten(name, 16) for name in names]
+        rows = [f"{label}: {recall}" for label, recall in zip(labels, recalls, strict=True)]
+        is_wide = sum(map(len, labels)) > 70
+        axes.set_xticks(range(classes), labels, rotation=90 if is_wide else 0)
+        axes.set_yticks(range(classes), rows)
+    axes.tick_params(length=0)
+    axes.set_xlabel("predicted class")
+    axes.set_ylabel("class: recall")
+    caption = (
+        "Share, in per cent, of the test examples of each class by predicted class, over all "
+        "clients, before local training. The diagonal is the recall of the class."
+    )
+    if unseen := int(np.sum(totals == 0)):
+        caption += f" Classes without test examples: {unseen}."
+    return Picture(figure, caption, f"Confusion matrix. {sentence(confusion, names)}")
+
+
+def sentence(confusion: Mapping[str, Any], names: Sequence[str] = ()) -> str:
+    """Returns the classes with the lowest recall before local training, or "" if none is counted.
+
+    For arguments see `draw`.
+    """
+    matrix = np.array(confusion.get("before") or np.zeros((0, 0)), np.float64)
+    totals = matrix.sum(1)
+    tested = np.flatnonzero(totals > 0)
+    if not len(tested):
+        return ""
+    recall = np.diag(matrix)[tested] / totals[tested]
+    lowest = np.argsort(recall, kind="stable")[:_LISTED]
+    names = _names(len(matrix), names)
+    parts = [
+        f"class {names[tested[i]]} ({100 * recall[i]:.1f} % of {totals[tested[i]]:,.0f} examples)"
+        for i in lowest
+    ]
+    return f"Lowest recall before local training: {', '.join(parts)}."
+
+
+def _names(classes: int, names: Sequence[str]) -> Sequence[str]:
+    return names if len(names) == classes else [str(i) for i in range(classes)]

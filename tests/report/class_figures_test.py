@@ -1,0 +1,28 @@
+"""Tests of the figure of a confusion matrix against numbers worked out by hand."""
+
+from fedjax_pfl.report import class_figures
+
+
+def test_recall_of_classes():
+    """Recalls are 3/4 and 1/2; class 1 has no test examples, and is predicted once."""
+    confusion = {"classes": 3, "before": [[3, 0, 1], [0, 0, 0], [0, 1, 1]]}
+    assert class_figures.sentence(confusion) == (
+        "Lowest recall before local training: class 2 (50.0 % of 2 examples), class 0 (75.0 % of "
+        "4 examples)."
+    )
+    assert "class c (50.0 %" in class_figures.sentence(confusion, ["a", "b", "c"])
+    picture = class_figures.draw(confusion, ["a", "b", "c"])
+    axes = picture.figure.axes[0]
+    assert [text.get_text() for text in axes.texts] == ["75", "25", "50", "50"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "a: 75 %",
+        "b: none",
+        "c: 50 %",
+    ]
+    assert "Classes without test examples: 1." in picture.caption
+
+
+def test_nothing_to_draw():
+    for confusion in ({}, {"classes": 2}, {"classes": 1, "before": [[0]]}):
+        assert class_figures.draw(confusion) is None
+        assert class_figures.sentence(confusion) == ""
