@@ -122,3 +122,12 @@ def test_a_click_on_a_head_sorts_the_table(window, pages):
         values = [float(text) for text in window.evaluate(COLUMN) if text != "–"]
         assert values == sorted(values, key=lambda value: order * value)
         assert len(set(values)) > 2
+
+
+def test_a_figure_can_be_enlarged(window, pages):
+    window.open(pages["run"], 1280)
+    width = 'return document.querySelector("figure svg").getBoundingClientRect().width'
+    small = window.evaluate(width)
+    toggle = 'document.querySelector("figure input").click(); '
+    assert window.evaluate(toggle + width) > 1100 > small
+    assert window.evaluate(toggle + width) == small

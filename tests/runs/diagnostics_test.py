@@ -51,7 +51,7 @@ def test_diagnostics_are_written_and_reported(run):
     (remark,) = run.metrics[-1]["remarks"]
     report = (run.directory / "report.html").read_text()
     assert html.escape(remark) in report
-    assert "What was learned" in report
+    assert "<h2>Method</h2>" in report
     assert (run.directory / "figures" / "diagnostics.png").is_file()
 
 
