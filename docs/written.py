@@ -166,11 +166,11 @@ def libraries(name: str) -> str:
 
 
 def accuracies(name: str) -> str:
-    """Returns accuracies of this and other libraries: `experiments.agree --rounds`."""
-    record = _load(name)
+    """Returns accuracies before local training: `experiments.agree --rounds`."""
+    record, stages = _load(name), ("before",)
     length = f"After {record['rounds']} rounds, over {record['seeds']} seeds"
     note = f"{length}, with {_commits(record)}. Reasons for the asterisks:"
-    return _with_reasons(scored.table(record), note, scored.reasons(record))
+    return _with_reasons(scored.table(record, stages), note, scored.reasons(record, stages))
 
 
 def leaderboard(name: str) -> str:

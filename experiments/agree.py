@@ -205,7 +205,7 @@ def _write(out: str, results: Any) -> None:
 def table(verdicts: Mapping[str, Mapping[str, Any]]) -> text_tables.Table:
     """Returns a table with a row per method and two columns per library."""
     names = [name for name in METHODS if any(name in methods for methods in verdicts.values())]
-    heads = [head for key in verdicts for head in (rivals.NAMES[key], "after 1 and 3 rounds")]
+    heads = [head for key in verdicts for head in (rivals.NAMES[key], "distance")]
     rows = [
         [name, *(cell for key in verdicts for cell in _cells(verdicts[key].get(name)))]
         for name in names
@@ -218,8 +218,7 @@ def _cells(verdict: Mapping[str, Any] | None) -> list[str]:
         return ["", ""]
     if "after 1" not in verdict:
         return [verdict["verdict"], ""]
-    gaps = [Gap(**verdict[key]).worst for key in ("after 1", "after all")]
-    return [verdict["verdict"], ", ".join(f"{gap:.0e}" for gap in gaps)]
+    return [verdict["verdict"], f"{Gap(**verdict['after all']).worst:.0e}"]
 
 
 def reasons(verdicts: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -82,16 +82,16 @@ def differs(library_scores: Sequence[float], rival_scores: Sequence[float]) -> b
     return bool(abs(np.mean(library_scores) - np.mean(rival_scores)) > spread)
 
 
-def table(results: Results) -> text_tables.Table:
+def table(results: Results, stages: Sequence[str] = STAGES) -> text_tables.Table:
     """Returns a table with a row per method and an asterisk at significant differences."""
     sides = list(results["theirs"])
-    heads = [f"{stage}: {library}" for stage in STAGES for library in ("ours", *map(_name, sides))]
+    heads = [f"{stage}: {library}" for stage in stages for library in ("ours", *map(_name, sides))]
     rows = []
     for name in METHODS:
         if name not in results["ours"]:
             continue
         row, our_scores = [name], results["ours"][name]
-        for stage in STAGES:
+        for stage in stages:
             row.append(_cell(our_scores[stage]))
             for side in sides:
                 their_scores = results["theirs"][side].get(name)
@@ -111,19 +111,19 @@ def _cell(values: Sequence[float]) -> str:
     return f"{100 * np.mean(values):.1f} ± {100 * np.std(values, ddof=1):.1f}"
 
 
-def asterisks(results: Results) -> list[tuple[str, str, list[str]]]:
+def asterisks(results: Results, stages: Sequence[str] = STAGES) -> list[tuple[str, str, list[str]]]:
     """Returns method, library and stages of all significant differences."""
     return [
-        (name, side, stages)
+        (name, side, different)
         for side, methods in results["theirs"].items()
         for name, scores in methods.items()
-        if (stages := [s for s in STAGES if differs(results["ours"][name][s], scores[s])])
+        if (different := [s for s in stages if differs(results["ours"][name][s], scores[s])])
     ]
 
 
-def reasons(results: Results) -> list[str]:
+def reasons(results: Results, stages: Sequence[str] = STAGES) -> list[str]:
     """Returns the known reason for each significant difference."""
     return [
-        f"{name} in {_name(side)}, {' and '.join(stages)}: {getattr(METHODS[name], side).accuracy}"
-        for name, side, stages in asterisks(results)
+        f"{name} in {_name(side)}, {' and '.join(marked)}: {getattr(METHODS[name], side).accuracy}"
+        for name, side, marked in asterisks(results, stages)
     ]
