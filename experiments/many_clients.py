@@ -40,7 +40,7 @@ from fedjax_pfl.networks.mlp import MLP
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation.on_device import DeviceProgram
 from fedjax_pfl.simulation.records import RoundFunctions
-from fedjax_pfl.simulation.rounds import compiled, round_functions
+from fedjax_pfl.simulation.rounds import compile_rounds, round_functions
 from fedjax_pfl.simulation.stores import ClientStore
 from fedjax_pfl.simulation.streamed import StreamedProgram
 
@@ -119,14 +119,14 @@ def measure(
       The entry of the results file.
     """
     few, few_data = make_functions(method, 10, 10, model)
-    few_program: Any = DeviceProgram(compiled(few), jax.random.key(0), few_data)
+    few_program: Any = DeviceProgram(compile_rounds(few), jax.random.key(0), few_data)
     few_state = few_program.enter(few_program.init())
     few_program.compile(few_state, 0)
     few_state, _ = few_program.run(few_state, 0, 1)
 
     functions, data = make_functions(method, clients, cohort, model)
     with tempfile.TemporaryDirectory(dir=_FOLDER) as folder:
-        program: Any = DeviceProgram(compiled(functions), jax.random.key(0), data)
+        program: Any = DeviceProgram(compile_rounds(functions), jax.random.key(0), data)
         if store != "device":
             program = StreamedProgram(
                 functions, jax.random.key(0), data, store=store, folder=Path(folder)

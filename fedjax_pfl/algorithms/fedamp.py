@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl.algorithms.local import Client, local
+from fedjax_pfl.algorithms.local import LocalClient, local
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.model_training import fit_variables, proximal
 from fedjax_pfl.core import local_training, offload, trees
@@ -107,7 +107,7 @@ def fedamp(
     def send(state: State, ctx: ClientContext) -> PyTree:
         return offload.weighted_sum(state.rows, weights(state.rows, ctx.i))
 
-    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
+    def train(payload: PyTree, client: LocalClient, ctx: ClientContext) -> ClientResult:
         gradient = local_training.gradient(model, federation.task, ctx.data)
         gradient = proximal(gradient, payload["params"], penalty / alpha)
         variables, momentum, metrics = fit_variables(
@@ -116,7 +116,7 @@ def fedamp(
         return ClientResult(
             upload={"params": variables["params"]},
             variables=variables,
-            client=Client(variables, momentum),
+            client=LocalClient(variables, momentum),
             metrics=metrics,
         )
 

@@ -19,7 +19,7 @@ import jax
 from fedjax_pfl.algorithms.shared.initial_state import initial_momentum
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.model_training import model_trainer
-from fedjax_pfl.algorithms.shared.split_model import Client, in_layers, partly_shared
+from fedjax_pfl.algorithms.shared.split_model import SplitClient, in_layers, partly_shared
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -66,19 +66,19 @@ def fedbabu(
     def init(key: jax.Array, start: State | None = None) -> State:
         state = base.init(key, start)
         momentum = initial_momentum(training, state.server["params"], federation)
-        return state._replace(clients=Client(state.clients.personal, momentum))
+        return state._replace(clients=SplitClient(state.clients.personal, momentum))
 
-    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
+    def train(payload: PyTree, client: SplitClient, ctx: ClientContext) -> ClientResult:
         head = client.personal
         body, momentum, metrics = train_body(payload, client.momentum, ctx, head)
         return ClientResult(
             upload=body,
             variables=trees.join(body, head),
-            client=Client(head, momentum),
+            client=SplitClient(head, momentum),
             metrics=metrics,
         )
 
-    def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
+    def personalize(state: State, client: SplitClient, ctx: ClientContext) -> PyTree:
         body, head = state.server, client.personal
         if tune == "all":
             return fine_tune(trees.join(body, head), (), ctx)[0]

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl.algorithms.local import Client, local
+from fedjax_pfl.algorithms.local import LocalClient, local
 from fedjax_pfl.algorithms.shared.class_features import class_features
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.model_training import fit_variables
@@ -108,7 +108,7 @@ def fedproto(
     def served(variables: PyTree, prototypes: PyTree) -> PyTree:
         return {**variables, **prototypes} if decides == "prototype" else variables
 
-    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
+    def train(payload: PyTree, client: LocalClient, ctx: ClientContext) -> ClientResult:
         task = with_prototype_penalty(federation.task, payload, penalty)
         gradient = local_training.gradient(with_features, task, ctx.data)
         variables, momentum, metrics = fit_variables(
@@ -118,14 +118,14 @@ def fedproto(
         return ClientResult(
             upload={"prototypes": statistics.means, "counts": statistics.counts},
             variables=served(variables, payload),
-            client=Client(variables, momentum),
+            client=LocalClient(variables, momentum),
             metrics=metrics,
         )
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         return average_prototypes(state.server, cohort.present(cohort.uploads)), state.rows
 
-    def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
+    def personalize(state: State, client: LocalClient, ctx: ClientContext) -> PyTree:
         return served(client.variables, state.server)
 
     def observe(state: State) -> dict[str, jax.Array]:

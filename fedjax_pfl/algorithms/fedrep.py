@@ -14,7 +14,7 @@ import jax
 from fedjax_pfl.algorithms.shared.initial_state import initial_momentum
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.model_training import model_trainer
-from fedjax_pfl.algorithms.shared.split_model import Client, in_layers, partly_shared
+from fedjax_pfl.algorithms.shared.split_model import SplitClient, in_layers, partly_shared
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -67,9 +67,9 @@ def fedrep(
             initial_momentum(head_training, head["params"], federation),
             initial_momentum(training, state.server["params"], federation),
         )
-        return state._replace(clients=Client(state.clients.personal, momentum))
+        return state._replace(clients=SplitClient(state.clients.personal, momentum))
 
-    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
+    def train(payload: PyTree, client: SplitClient, ctx: ClientContext) -> ClientResult:
         head_ctx, body_ctx = (ctx._replace(key=key) for key in jax.random.split(ctx.key))
         head, head_momentum, head_metrics = train_head(
             client.personal, client.momentum.head, head_ctx, payload
@@ -78,7 +78,7 @@ def fedrep(
         return ClientResult(
             upload=body,
             variables=trees.join(body, head),
-            client=Client(head, Momentum(head_momentum, body_momentum)),
+            client=SplitClient(head, Momentum(head_momentum, body_momentum)),
             metrics={**metrics, "head_loss": head_metrics["loss"]},
         )
 

@@ -20,7 +20,7 @@ from fedjax_pfl.core.algorithm import (
 from fedjax_pfl.core.local_training import Training
 
 
-class Client(NamedTuple):
+class LocalClient(NamedTuple):
     """State kept on the client between rounds."""
 
     variables: PyTree
@@ -28,27 +28,27 @@ class Client(NamedTuple):
 
 
 def local(model: Any, training: Training, federation: Federation) -> Algorithm:
-    """Creates Local. All clients start from the same model; clients store `Client`."""
+    """Creates Local. All clients start from the same model; clients store `LocalClient`."""
     train_model = model_trainer(model, federation.task, training)
 
     def init(key: jax.Array, start: State | None = None) -> State:
         variables = initial_variables(model, federation, key, start)
         momentum = initial_momentum(training, variables["params"], federation)
-        return State((), (), Client(trees.repeat(variables, federation.clients), momentum))
+        return State((), (), LocalClient(trees.repeat(variables, federation.clients), momentum))
 
     def send(state: State, ctx: ClientContext) -> PyTree:
         return ()
 
-    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
+    def train(payload: PyTree, client: LocalClient, ctx: ClientContext) -> ClientResult:
         variables, momentum, metrics = train_model(client.variables, client.momentum, ctx)
         return ClientResult(
-            upload=(), variables=variables, client=Client(variables, momentum), metrics=metrics
+            upload=(), variables=variables, client=LocalClient(variables, momentum), metrics=metrics
         )
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         return state.server, state.rows
 
-    def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
+    def personalize(state: State, client: LocalClient, ctx: ClientContext) -> PyTree:
         return client.variables
 
     return Algorithm(

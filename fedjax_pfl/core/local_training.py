@@ -349,6 +349,8 @@ def evaluate(
         empty = Split(jnp.zeros((1,), split.rows.dtype), split.size)
         shapes = jax.eval_shape(lambda: batches.sum_batches(score, data, empty, 1))
         metrics, loss, matrix = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        return Scores(metrics, loss, jnp.zeros((), jnp.int32), matrix)
+        return Scores(
+            metrics=metrics, loss=loss, examples=jnp.zeros((), jnp.int32), confusion=matrix
+        )
     metrics, loss, matrix = batches.sum_batches(score, data, split, batch_size)
-    return Scores(metrics, loss, split.size, matrix)
+    return Scores(metrics=metrics, loss=loss, examples=split.size, confusion=matrix)

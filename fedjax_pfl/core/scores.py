@@ -69,11 +69,17 @@ def _exponential(total: np.ndarray, examples: np.ndarray) -> np.ndarray:
         return np.exp(total / examples)
 
 
-ACCURACY = Metric("accuracy", _is_correct, _mean, "%", higher_is_better=True)
-SQUARED_ERROR = Metric("squared_error", squared_error, _mean, "", higher_is_better=False)
+ACCURACY = Metric(
+    name="accuracy", update=_is_correct, finish=_mean, unit="%", higher_is_better=True
+)
+SQUARED_ERROR = Metric(
+    name="squared_error", update=squared_error, finish=_mean, unit="", higher_is_better=False
+)
 # Per client. The mean over clients is not the root of the mean squared error.
-RMSE = Metric("rmse", squared_error, _root, "", higher_is_better=False)
-PERPLEXITY = Metric("perplexity", cross_entropy, _exponential, "", higher_is_better=False)
+RMSE = Metric(name="rmse", update=squared_error, finish=_root, unit="", higher_is_better=False)
+PERPLEXITY = Metric(
+    name="perplexity", update=cross_entropy, finish=_exponential, unit="", higher_is_better=False
+)
 
 
 class Confusion(NamedTuple):
@@ -136,8 +142,10 @@ def _mean_ratio(mask: Any, numerator: Any, denominator: Any) -> np.ndarray:
     return ratios.sum(-1) / np.where(count > 0, count, np.nan)
 
 
-BALANCED_ACCURACY = Metric("balanced_accuracy", _confusion, _recall, "%", higher_is_better=True)
-MACRO_F1 = Metric("macro_f1", _confusion, _f1, "%", higher_is_better=True)
+BALANCED_ACCURACY = Metric(
+    name="balanced_accuracy", update=_confusion, finish=_recall, unit="%", higher_is_better=True
+)
+MACRO_F1 = Metric(name="macro_f1", update=_confusion, finish=_f1, unit="%", higher_is_better=True)
 
 
 def _histogram(score: jax.Array, y: jax.Array) -> jax.Array:
@@ -178,7 +186,9 @@ def _mean_area(state: np.ndarray, examples: np.ndarray) -> np.ndarray:
     return _mean_ratio(np.isfinite(areas), areas, np.ones_like(areas))
 
 
-AUROC = Metric("auroc", _binary_histogram, _area, "%", higher_is_better=True)
+AUROC = Metric(
+    name="auroc", update=_binary_histogram, finish=_area, unit="%", higher_is_better=True
+)
 
 
 class Moments(NamedTuple):
@@ -206,7 +216,7 @@ def _r2(state: Moments, examples: np.ndarray) -> np.ndarray:
     return _mean_ratio(varies, variation - state.error, variation)
 
 
-R2 = Metric("r2", _moments, _r2, "", higher_is_better=True)
+R2 = Metric(name="r2", update=_moments, finish=_r2, unit="", higher_is_better=True)
 
 
 class PositionSum(NamedTuple):

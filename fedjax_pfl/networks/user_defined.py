@@ -190,7 +190,7 @@ def random_evaluation_error(name: str) -> UsageError:
     )
 
 
-def check(name: str, model: Any, x: Any) -> Any:
+def check_network(name: str, model: Any, x: Any) -> Any:
     """Checks that a network can be evaluated and trained. Raises UsageError if it cannot.
 
     Args:

@@ -235,7 +235,9 @@ def personalize(
     def personalize_with(member: Algorithm) -> Any:
         def serve(state: Any, data: Any, client: PyTree, i: Any, t: Any, key: Any) -> PyTree:
             state = state._replace(rows=offloaded.join(state.rows)) if offloaded else state
-            ctx = ClientContext(i, client_data(data, i), t, stage_key(key, PERSONAL, t, i))
+            ctx = ClientContext(
+                i=i, data=client_data(data, i), t=t, key=stage_key(key, PERSONAL, t, i)
+            )
             return member.personalize(state, client, ctx)
 
         return jax.jit(serve)

@@ -20,7 +20,7 @@ from fedjax_pfl.core.errors import UsageError, first_line
 from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.core.shape_check import check_shapes
 from fedjax_pfl.data.checks import describe_holder
-from fedjax_pfl.networks.user_defined import UserNetwork, check, check_tokens
+from fedjax_pfl.networks.user_defined import UserNetwork, check_network, check_tokens
 from fedjax_pfl.networks.zero_head import ZeroHead
 from fedjax_pfl.runs.sweep_settings import setting_values
 from fedjax_pfl.settings import configuration
@@ -29,7 +29,7 @@ from fedjax_pfl.simulation.execution_plan import Plan
 from fedjax_pfl.simulation.on_device import DeviceProgram
 from fedjax_pfl.simulation.programs import make_program
 from fedjax_pfl.simulation.records import CompiledRounds, RoundFunctions
-from fedjax_pfl.simulation.rounds import compiled, round_functions
+from fedjax_pfl.simulation.rounds import compile_rounds, round_functions
 from fedjax_pfl.simulation.streamed import StreamedProgram
 
 # With more clients than this, a sample of them is evaluated unless `evaluate_clients` is set.
@@ -142,7 +142,7 @@ class PhaseInputs:
         """Returns the rounds of all runs; they compile at the first call."""
         make_functions = self.function_maker(plan.chunk)
         if len(self.configs) == 1:
-            return compiled(make_functions(self.algorithms(plan.conv)[0]), self.mesh)
+            return compile_rounds(make_functions(self.algorithms(plan.conv)[0]), self.mesh)
 
         def make(settings: Mapping[str, Any]) -> Any:
             return make_functions(_algorithm(self, plan.conv, settings))
@@ -217,7 +217,9 @@ class Phase(NamedTuple):
         if len(runs) == len(self.inputs.configs):
             return self
         inputs = dataclasses.replace(self.inputs, configs=[self.inputs.configs[i] for i in runs])
-        return Phase(inputs, self.plan, inputs.rounds(self.plan), self.store)
+        return Phase(
+            inputs=inputs, plan=self.plan, rounds=inputs.rounds(self.plan), store=self.store
+        )
 
 
 def _algorithm(inputs: PhaseInputs, conv: str, settings: Mapping[str, Any]) -> Algorithm:
@@ -328,7 +330,7 @@ def _model(inputs: PhaseInputs, config: ConfigDict, conv: str) -> Any:
         model = factory(outputs=federation.outputs, **settings)
         if isinstance(model, UserNetwork):
             model = dataclasses.replace(model, input_shape=shape, input_dtype=dtype, conv=conv)
-        outputs = check(config.model, model, jax.eval_shape(lambda: federation.examples(2)))
+        outputs = check_network(config.model, model, jax.eval_shape(lambda: federation.examples(2)))
     except Exception as error:  # flax raises any type if an input is too small for a layer
         if isinstance(error, UsageError) and config.model not in configuration.MODELS:
             raise

@@ -6,7 +6,7 @@ from typing import Any
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.simulation.on_device import DeviceProgram
 from fedjax_pfl.simulation.records import RoundFunctions
-from fedjax_pfl.simulation.rounds import compiled
+from fedjax_pfl.simulation.rounds import compile_rounds
 from fedjax_pfl.simulation.streamed import StreamedProgram
 
 STORES = ("device", "sharded", "host", "disk")
@@ -35,4 +35,4 @@ def make_program(
     mesh = functions.spec.mesh
     if store in OFF_DEVICE:
         return StreamedProgram(functions, key, data, mesh, end=end, store=store, folder=folder)
-    return DeviceProgram(compiled(functions, mesh), key, data)
+    return DeviceProgram(compile_rounds(functions, mesh), key, data)

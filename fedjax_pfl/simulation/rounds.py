@@ -66,10 +66,10 @@ class RoundCarry(NamedTuple):
     logs: tuple[Log, ...]
 
 
-def compiled(functions: RoundFunctions, mesh: Mesh | None = None) -> CompiledRounds:
+def compile_rounds(functions: RoundFunctions, mesh: Mesh | None = None) -> CompiledRounds:
     """Compiles rounds for one device, or for all devices of a mesh."""
     if functions.spec is not None and functions.spec.is_spread:
-        return spread.compiled(functions)
+        return spread.compile_rounds(functions)
     everywhere = NamedSharding(mesh, P()) if mesh else None
     jit = partial(jax.jit, out_shardings=everywhere)
     is_cpu = jax.default_backend() == "cpu"
@@ -89,7 +89,7 @@ def compiled(functions: RoundFunctions, mesh: Mesh | None = None) -> CompiledRou
 
 def make_rounds(algorithm: Algorithm, federation: Federation, **options: Any) -> CompiledRounds:
     """Compiles the rounds and the evaluation of a method; options as for `round_functions`."""
-    return compiled(round_functions(algorithm, federation, **options), options.get("mesh"))
+    return compile_rounds(round_functions(algorithm, federation, **options), options.get("mesh"))
 
 
 def round_functions(
@@ -223,7 +223,7 @@ def _run_cohort(
 ) -> tuple[State, tuple[Log, ...]]:
     """Runs one round of a cohort. Returns the state with the cohort's clients, and the logs."""
     results = [
-        _run_group(spec, g, SharedInputs(key, state, batch.data, t), batch)
+        _run_group(spec, g, SharedInputs(key=key, state=state, data=batch.data, t=t), batch)
         for g, batch in enumerate(cohort_batches)
     ]
     cohorts, clients, logs = zip(*results, strict=True)
@@ -333,7 +333,9 @@ def _run_group(
 def _send(member: Algorithm, shared: SharedInputs, slot: Slot) -> PyTree:
     """Returns a client's payload."""
     key, state, _, t = shared
-    return member.send(state, ClientContext(slot.i, None, t, stage_key(key, SEND, t, slot.i)))
+    return member.send(
+        state, ClientContext(i=slot.i, data=None, t=t, key=stage_key(key, SEND, t, slot.i))
+    )
 
 
 def _train(
@@ -342,7 +344,9 @@ def _train(
     """Trains one client, checks its update and counts its bytes."""
     (key, _, data, t), (slot, payload) = shared, slot_and_payload
     i = slot.i
-    ctx = ClientContext(i, client_data(data, slot.place), t, stage_key(key, TRAIN, t, i))
+    ctx = ClientContext(
+        i=i, data=client_data(data, slot.place), t=t, key=stage_key(key, TRAIN, t, i)
+    )
     upload, variables, client, metrics = member.train(payload, slot.client, ctx)
     is_accepted = trees.all_finite((upload, variables, client))
     # Squares of larger changes overflow, and the server's state would soon not be finite.

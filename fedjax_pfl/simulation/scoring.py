@@ -32,7 +32,9 @@ def evaluate_clients(
         in_group, clients = jnp.asarray(spec.membership[g]), state.clients[g]
         in_group = in_group if chosen is None else in_group[ids]
         if spec.is_spread:
-            return _score_spread(spec, g, SharedInputs(key, state, data, t), ids, in_group)
+            return _score_spread(
+                spec, g, SharedInputs(key=key, state=state, data=data, t=t), ids, in_group
+            )
         clients = clients if chosen is None else trees.row(clients, ids)
         batch = CohortBatch(slots=Slots(ids, in_group), places=ids, data=data, clients=clients)
         return score_cohort(spec, g, key, state._replace(clients=()), batch, t)
@@ -55,7 +57,10 @@ def score_cohort(
     def score(shared: SharedInputs, item: Item) -> Evaluation:
         return _scores(spec, member, shared, item, _served(spec, member, shared, item))
 
-    shared, items = SharedInputs(key, state, batch.data, t), (ids, batch.places, batch.clients)
+    shared, items = (
+        SharedInputs(key=key, state=state, data=batch.data, t=t),
+        (ids, batch.places, batch.clients),
+    )
     scores = map_clients(score, shared, items, present, spec.chunk, spec.mesh)
     return _zero_unless(present, scores)
 
@@ -95,11 +100,13 @@ def _served(
 ) -> tuple[PyTree, PyTree]:
     """Returns a client's model and, if it is trained once more, the payload for that."""
     (key, state, data, t), (i, place, client) = shared, item
-    ctx = ClientContext(i, client_data(data, place), t, stage_key(key, PERSONAL, t, i))
+    ctx = ClientContext(i=i, data=client_data(data, place), t=t, key=stage_key(key, PERSONAL, t, i))
     model = member.personalize(state, client, ctx)
     if not spec.evaluate_after:
         return model, None
-    return model, member.send(state, ClientContext(i, None, t, stage_key(key, SEND, t, i)))
+    return model, member.send(
+        state, ClientContext(i=i, data=None, t=t, key=stage_key(key, SEND, t, i))
+    )
 
 
 def _scores(
@@ -119,7 +126,7 @@ def _scores(
     before, validation = score_test(model), score(model, examples.validation)
     if not spec.evaluate_after:
         return Evaluation(before=before, validation=validation, after=None)
-    ctx = ClientContext(i, examples, t, stage_key(key, TRAIN, t, i))
+    ctx = ClientContext(i=i, data=examples, t=t, key=stage_key(key, TRAIN, t, i))
     _, trained_model, _, _ = member.train(payload, client, ctx)
     if spec.validate_after:
         validation = score(trained_model, examples.validation)

@@ -88,7 +88,7 @@ def _shardings(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
     return NamedSharding(mesh, P()), NamedSharding(mesh, P(mesh.axis_names[0]))
 
 
-def compiled(functions: RoundFunctions) -> CompiledRounds:
+def compile_rounds(functions: RoundFunctions) -> CompiledRounds:
     """Compiles rounds whose states are spread over the mesh of their spec."""
     n, mesh = functions.spec.federation.clients, functions.spec.mesh
     everywhere, by_client = _shardings(mesh)

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.simulation.records import CompiledRounds, RoundFunctions
-from fedjax_pfl.simulation.rounds import compiled
+from fedjax_pfl.simulation.rounds import compile_rounds
 
 
 class SeparateRunsError(UsageError):
@@ -71,4 +71,4 @@ def make_rounds(
     def evaluate(points: Points, state: Any, data: Any, t: jax.Array) -> Any:
         return map_runs(lambda p, s: functions(p.number).evaluate(p.key, s, data, t), points, state)
 
-    return compiled(RoundFunctions(init, run, evaluate), mesh)
+    return compile_rounds(RoundFunctions(init, run, evaluate), mesh)

@@ -127,8 +127,10 @@ class Subject:
 
         def send_and_train(state: State, data: Any, i: jax.Array, t: jax.Array) -> Any:
             server_state = state._replace(clients=())
-            send = ClientContext(i, None, t, stage_key(make_key(), SEND, t, i))
-            train = ClientContext(i, client_data(data, i), t, stage_key(make_key(), TRAIN, t, i))
+            send = ClientContext(i=i, data=None, t=t, key=stage_key(make_key(), SEND, t, i))
+            train = ClientContext(
+                i=i, data=client_data(data, i), t=t, key=stage_key(make_key(), TRAIN, t, i)
+            )
             payload = self.algorithm.send(server_state, send)
             result = self.algorithm.train(payload, trees.row(state.clients, i), train)
             return payload, result.upload, result.client

@@ -131,8 +131,10 @@ def compression(
             return ()
 
         def run() -> PyTree:
-            payload = member.send(state._replace(clients=()), ClientContext(0, None, 0, key))
-            ctx = ClientContext(0, client_data(data, jnp.asarray(0)), 0, key)
+            payload = member.send(
+                state._replace(clients=()), ClientContext(i=0, data=None, t=0, key=key)
+            )
+            ctx = ClientContext(i=0, data=client_data(data, jnp.asarray(0)), t=0, key=key)
             return member.train(payload, trees.row(state.clients, 0), ctx).upload
 
         shapes = jax.eval_shape(run)

@@ -55,10 +55,14 @@ def round_shapes(algorithm: Algorithm, data: FederatedData) -> RoundShapes:
 
     def run(key: jax.Array, i: jax.Array) -> RoundShapes:
         state = algorithm.init(key)
-        payload = algorithm.send(state._replace(clients=()), ClientContext(i, None, i, key))
-        ctx = ClientContext(i, client_data(data, i), i, key)
+        payload = algorithm.send(
+            state._replace(clients=()), ClientContext(i=i, data=None, t=i, key=key)
+        )
+        ctx = ClientContext(i=i, data=client_data(data, i), t=i, key=key)
         result = algorithm.train(payload, trees.row(state.clients, i), ctx)
-        return RoundShapes(state, payload, result.upload, result.variables)
+        return RoundShapes(
+            state=state, payload=payload, upload=result.upload, variables=result.variables
+        )
 
     return jax.eval_shape(run, key, i)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import algorithms
-from fedjax_pfl.algorithms.local import Client
+from fedjax_pfl.algorithms.local import LocalClient
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import ClientContext, State
 from tests.algorithms import linear
@@ -63,7 +63,9 @@ def test_weights_of_others_sum_to_at_most_1():
 def test_two_steps_by_hand_and_the_server():
     """f = ½ (θ₀ − 3)² from θ = (1, 1), u = (2, 0), λ/α = 0.5/0.25 = 2."""
     algorithm, data = make(penalty=0.5, alpha=0.25)
-    result = train_client(algorithm, variables([2.0, 0.0]), Client(variables([1.0, 1.0]), ()), data)
+    result = train_client(
+        algorithm, variables([2.0, 0.0]), LocalClient(variables([1.0, 1.0]), ()), data
+    )
     theta = np.array([1.0, 1.0])
     for _ in range(2):
         theta = theta - 0.1 * (np.array([theta[0] - 3, 0]) + 2 * (theta - [2, 0]))

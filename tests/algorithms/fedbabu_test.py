@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import algorithms
-from fedjax_pfl.algorithms.shared.split_model import Client
+from fedjax_pfl.algorithms.shared.split_model import SplitClient
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import State
 from tests.algorithms import linear
@@ -37,7 +37,7 @@ def descended(a, b, steps, rate, moves="ab"):
 def test_local_training_changes_only_the_body():
     algorithm, data = make()
     body, head = parts(0.8, 0.5)
-    result = train_client(algorithm, body, Client(head, ()), data)
+    result = train_client(algorithm, body, SplitClient(head, ()), data)
     a, b = descended(0.8, 0.5, 2, RATE, "a")
     np.testing.assert_allclose(kernels(result.upload), [[a]], rtol=1e-6)
     np.testing.assert_allclose(kernels(result.variables), [[a], [b]], rtol=1e-6)
@@ -48,6 +48,6 @@ def test_local_training_changes_only_the_body():
 def test_fine_tuning_by_hand(tune, moves):
     algorithm, data = make(tune=tune, epochs=3, rate=0.05)
     body, head = parts(0.8, 0.5)
-    variables = algorithm.personalize(State(body, (), ()), Client(head, ()), context(data))
+    variables = algorithm.personalize(State(body, (), ()), SplitClient(head, ()), context(data))
     expected = descended(0.8, 0.5, 3, 0.05, moves)
     np.testing.assert_allclose(np.ravel(kernels(variables)), np.ravel(expected), rtol=1e-6)

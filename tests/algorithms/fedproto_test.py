@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.algorithms.local import Client
+from fedjax_pfl.algorithms.local import LocalClient
 from fedjax_pfl.core.algorithm import State
 from tests.algorithms import linear
 from tests.algorithms.linear import HEAD, A, X, Y, deep, kernels, train_client
@@ -19,7 +19,7 @@ PAYLOAD = {"prototypes": jnp.float32(PROTOTYPES), "seen": jnp.asarray(HAS_PROTOT
 def test_local_training_by_hand():
     """Class 2 has no prototype, so its example has no penalty."""
     algorithm, data = linear.make_classifier("fedproto", penalty=PENALTY)
-    result = train_client(algorithm, PAYLOAD, Client(deep(A, HEAD), ()), data)
+    result = train_client(algorithm, PAYLOAD, LocalClient(deep(A, HEAD), ()), data)
     a, head = A, HEAD
     for _ in range(STEPS):
         z = X @ a
@@ -58,14 +58,16 @@ def test_the_server_by_hand():
 
 def test_prediction_by_the_nearest_prototype():
     algorithm, _ = linear.make_classifier("fedproto")
-    served = algorithm.personalize(State(PAYLOAD, (), ()), Client(deep(A, HEAD), ()), None)
+    served = algorithm.personalize(State(PAYLOAD, (), ()), LocalClient(deep(A, HEAD), ()), None)
     x = X.astype(np.float32)
     logits, z = algorithm.predict(served, x), X @ A
     for c in (0, 1):
         np.testing.assert_allclose(logits[:, c], -np.square(z - PROTOTYPES[c]).sum(1), rtol=1e-5)
     no_prototypes = {**served, "seen": jnp.zeros(3, bool)}
     by_head = linear.make_classifier("fedproto", decides="head")[0]
-    served_by_head = by_head.personalize(State(PAYLOAD, (), ()), Client(deep(A, HEAD), ()), None)
+    served_by_head = by_head.personalize(
+        State(PAYLOAD, (), ()), LocalClient(deep(A, HEAD), ()), None
+    )
     assert set(served_by_head) == {"params"}
     np.testing.assert_array_equal(
         algorithm.predict(no_prototypes, x), by_head.predict(served_by_head, x)
@@ -76,7 +78,9 @@ def test_a_class_without_a_prototype_has_a_finite_loss():
     """The distances to the prototypes are 1 and 9, so 10 for class 2."""
     algorithm, _ = linear.make_classifier("fedproto")
     unit = {"prototypes": jnp.float32([[0, 0], [2, 0], [7, 7]]), "seen": jnp.asarray(HAS_PROTOTYPE)}
-    served = algorithm.personalize(State(unit, (), ()), Client(deep(np.eye(2), HEAD), ()), None)
+    served = algorithm.personalize(
+        State(unit, (), ()), LocalClient(deep(np.eye(2), HEAD), ()), None
+    )
     logits = algorithm.predict(served, jnp.float32([[-1.0, 0.0]]))
     np.testing.assert_array_equal(logits, [[-1.0, -9.0, -10.0]])
     loss = linear.CLASSES.loss(logits, jnp.int32([2]), jnp.ones(3, bool))

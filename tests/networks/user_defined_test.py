@@ -14,7 +14,7 @@ from fedjax_pfl.networks import LSTM, Transformer
 from fedjax_pfl.networks.factorized import LAYOUTS, Factorized, Hadamard, SplitKernels
 from fedjax_pfl.networks.features import WithFeatures
 from fedjax_pfl.networks.tracing import layers_in_order
-from fedjax_pfl.networks.user_defined import LinenNetwork, check, check_tokens
+from fedjax_pfl.networks.user_defined import LinenNetwork, check_network, check_tokens
 from fedjax_pfl.networks.user_defined_nnx import NnxNetwork
 
 KEY = jax.random.key(0)
@@ -63,7 +63,7 @@ def test_layers_are_in_call_order():
         variables = net.init(KEY, X[:1])
         assert set(trees.layers(variables)) == set(net.layers)
         assert set(variables) == {"params", "batch_stats"}
-        assert check("net", net, X[:2]).shape == (2, 3)
+        assert check_network("net", net, X[:2]).shape == (2, 3)
     # Built-in networks declare the order that is traced.
     for net, x in ((LSTM(7, 3, (4, 5)), (2, 6)), (Transformer(7, 8, 2, 2), (2, 6))):
         tokens = jnp.zeros(x, jnp.int32)
@@ -212,7 +212,7 @@ def modern(module):
 )
 def test_invalid_networks(net, line):
     with pytest.raises(UsageError, match=line):
-        check("Net", net, X[:2])
+        check_network("Net", net, X[:2])
 
 
 class Reshapes(nn.Module):
@@ -272,7 +272,7 @@ class Remembers(nn.Module):
 def test_messages_tell_how_to_fix_a_network(wrong, line, fixed):
     def layers_and_head(module):
         net = linen(module)
-        assert check("Net", net, X[:2]).shape == (2, 3)
+        assert check_network("Net", net, X[:2]).shape == (2, 3)
         return net.layers, net.head
 
     with pytest.raises(UsageError, match=line) as error:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from fedjax_pfl.algorithms.factorized_fl.pruning import bytes_used, prune, share_pruned, with_l1
 from fedjax_pfl.algorithms.shared.initial_state import initial_momentum, initial_variables
 from fedjax_pfl.algorithms.shared.model_training import fit_variables
-from fedjax_pfl.algorithms.shared.split_model import Client
+from fedjax_pfl.algorithms.shared.split_model import SplitClient
 from fedjax_pfl.core import local_training, offload, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -68,7 +68,7 @@ def factor_mixing(
 ) -> Algorithm:
     """Builds a method that mixes stored factors.
 
-    The rows are the latest uploads, leaves of shape [N, ...]; clients store `Client`.
+    The rows are the latest uploads, leaves of shape [N, ...]; clients store `SplitClient`.
 
     Args:
       net: The factorised network.
@@ -99,11 +99,11 @@ def factor_mixing(
         momentum = initial_momentum(training, params, federation)
         personal = trees.repeat({**personal, **model_state}, n)
         if start is None:
-            return State((), rows, Client(personal, momentum))
-        existing = start.clients.personal if isinstance(start.clients, Client) else None
+            return State((), rows, SplitClient(personal, momentum))
+        existing = start.clients.personal if isinstance(start.clients, SplitClient) else None
         matches = trees.same_shapes((start.rows, existing), (rows, personal))
         require(matches, "a phase of this method can only start from one with the same settings")
-        return State((), start.rows, Client(existing, momentum))
+        return State((), start.rows, SplitClient(existing, momentum))
 
     def send(state: State, ctx: ClientContext) -> PyTree:
         stored = {"params": state.rows["params"]}
@@ -113,7 +113,7 @@ def factor_mixing(
             return mixed
         return trees.join(mixed, trees.divide(trees.row(stored, ctx.i), is_compared)[0])
 
-    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
+    def train(payload: PyTree, client: SplitClient, ctx: ClientContext) -> ClientResult:
         variables = trees.join(payload, client.personal)
         gradient = with_l1(local_training.gradient(net, task, ctx.data), penalty.gradient)
         variables, momentum, metrics = fit_variables(
@@ -124,14 +124,14 @@ def factor_mixing(
         return ClientResult(
             upload=trees.divide({"params": sent(params)}, is_uploaded)[0],
             variables={"params": prune(params, penalty.least), **model_state},
-            client=Client(personal, momentum),
+            client=SplitClient(personal, momentum),
             metrics=metrics,
         )
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         return state.server, cohort.put(state.rows, matching.updated(state.rows, cohort))
 
-    def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
+    def personalize(state: State, client: SplitClient, ctx: ClientContext) -> PyTree:
         variables = trees.join(send(state, ctx), client.personal)
         return {**variables, "params": prune(variables["params"], penalty.least)}
 

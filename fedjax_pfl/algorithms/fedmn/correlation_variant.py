@@ -18,7 +18,7 @@ from fedjax_pfl.algorithms.fedmn.correlation import Correlation, correlated
 from fedjax_pfl.algorithms.fedmn.diagnostics import PICTURES, diagnostics
 from fedjax_pfl.algorithms.fedmn.method import FEDMN
 from fedjax_pfl.algorithms.fedmn.modular import Modular
-from fedjax_pfl.algorithms.fedmn.routed_training import assemble, check
+from fedjax_pfl.algorithms.fedmn.routed_training import assemble, check_routing
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
@@ -52,7 +52,7 @@ def fedmn_correlation(
       first_round: First round of the phase; `run` passes it.
     """
     sizes = {"width": width, "hidden": hidden, "size": size}
-    check("fedmn_correlation", model, federation, layout, temperatures, dropout, **sizes)
+    check_routing("fedmn_correlation", model, federation, layout, temperatures, dropout, **sizes)
     n = federation.outputs
     correlations = Correlation(model, layout, federation.clients, size)
     return assemble(

@@ -29,7 +29,7 @@ from typing import Any
 from fedjax_pfl.algorithms.fedmn import router
 from fedjax_pfl.algorithms.fedmn.diagnostics import PICTURES, diagnostics
 from fedjax_pfl.algorithms.fedmn.modular import Modular
-from fedjax_pfl.algorithms.fedmn.routed_training import assemble, check
+from fedjax_pfl.algorithms.fedmn.routed_training import assemble, check_routing
 from fedjax_pfl.algorithms.fedmn.router import Router, concatenated, paths
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training
@@ -69,7 +69,7 @@ def fedmn(
       first_round: First round of the phase; `run` passes it.
     """
     sizes = {"width": width, "hidden": hidden, "x_size": x_size, "y_size": y_size}
-    check("fedmn", model, federation, layout, temperatures, dropout, **sizes)
+    check_routing("fedmn", model, federation, layout, temperatures, dropout, **sizes)
     require_one_of("fedmn.gates", gates, ("soft", "hard"))
     network = Modular(model, federation.outputs, layout, width, hidden, dropout)
     network_of_router = Router(model, paths(layout), x_size, y_size)

@@ -43,7 +43,7 @@ class Client(NamedTuple):
     momentum: list[PyTree]  # of network and router, if clients keep it
 
 
-def check(
+def check_routing(
     name: str,
     model: Any,
     federation: Federation,

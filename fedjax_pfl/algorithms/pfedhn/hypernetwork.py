@@ -11,10 +11,10 @@ import optax
 from fedjax_pfl.algorithms.pfedhn import hypernet
 from fedjax_pfl.algorithms.pfedhn.settings import (
     Settings,
-    check,
+    check_settings,
     class_shares,
     embedding_length,
-    server_optimizer,
+    server_sgd,
 )
 from fedjax_pfl.algorithms.shared.initial_state import initial_variables, model_shapes
 from fedjax_pfl.algorithms.shared.model_training import model_trainer
@@ -69,11 +69,11 @@ def build_algorithm(
       models: A network, or a tuple with one for each group of clients.
       head_is_local: Keep the last layer and its momentum on the client.
     """
-    check(name, settings)
+    check_settings(name, settings)
     networks = models if isinstance(models, tuple) else (models,)
     n = federation.clients
     fixed = jnp.asarray(class_shares(name, federation)) if settings.fixed else None
-    optimizer = server_optimizer(settings, jnp.asarray(federation.active))
+    optimizer = server_sgd(settings, jnp.asarray(federation.active))
 
     def personal_layers(model: Any) -> tuple[str, ...]:
         """Returns the names of the layers that stay with the client."""

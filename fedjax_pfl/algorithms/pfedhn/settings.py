@@ -28,7 +28,7 @@ class Settings(NamedTuple):
     frozen: bool
 
 
-def check(name: str, settings: Settings) -> None:
+def check_settings(name: str, settings: Settings) -> None:
     """Raises UsageError for settings that method `name` cannot have."""
     depth = settings.depth
     require(0 <= depth <= MAX_LAYERS, f"{name}.depth is {depth}; choose 0 to {MAX_LAYERS}")
@@ -80,7 +80,7 @@ def class_shares(name: str, federation: Federation) -> np.ndarray:
     return counts / np.maximum(counts.sum(0), 1)
 
 
-def server_optimizer(settings: Settings, active: jax.Array) -> optax.GradientTransformation:
+def server_sgd(settings: Settings, active: jax.Array) -> optax.GradientTransformation:
     """Returns SGD for {"phi": φ, "v": [N, e]} or one of them; inactive embeddings do not move."""
 
     def only_active(updates: Any, params: Any) -> Any:

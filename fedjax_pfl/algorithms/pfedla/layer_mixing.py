@@ -34,7 +34,9 @@ def layer_rows(params: PyTree, order: Sequence[str], whole_model: bool) -> Layer
     row = {name: 0 if whole_model else j for j, name in enumerate(trees.layers(params))}
     of_leaf = trees.map_layers(lambda name, _: row[name], params)
     from_input = dict.fromkeys(row[name] for name in order or row if name in row)
-    return LayerRows(row, of_leaf, max(row.values()) + 1, tuple(from_input))
+    return LayerRows(
+        row=row, of_leaf=of_leaf, number=max(row.values()) + 1, from_input=tuple(from_input)
+    )
 
 
 def largest(values: jax.Array, k: int, layers: LayerRows) -> jax.Array:
@@ -58,7 +60,7 @@ def mix(theta: PyTree, weights: jax.Array, layers: LayerRows) -> PyTree:
     return offload.weighted_sum(theta, jax.tree.map(lambda row: weights[row], layers.of_leaf))
 
 
-def check(
+def check_layer_mixing(
     federation: Federation,
     layers: int,
     k: int,

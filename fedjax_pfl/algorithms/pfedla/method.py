@@ -30,7 +30,7 @@ import optax
 from fedjax_pfl.algorithms.pfedla import candidates as mixing_candidates
 from fedjax_pfl.algorithms.pfedla.candidates import CandidateTable, MixingInputs
 from fedjax_pfl.algorithms.pfedla.diagnostics import DIAGNOSTICS, PICTURES
-from fedjax_pfl.algorithms.pfedla.layer_mixing import check, largest, layer_rows, mix
+from fedjax_pfl.algorithms.pfedla.layer_mixing import check_layer_mixing, largest, layer_rows, mix
 from fedjax_pfl.algorithms.pfedla.layer_weights import LayerWeights, normalised
 from fedjax_pfl.algorithms.shared.initial_state import (
     initial_momentum,
@@ -101,7 +101,7 @@ def pfedla(
     layer_bytes = trees.bytes_per_layer(shapes)
     layers = layer_rows(shapes, model.layers if k else (), granularity == "model")
     sizes = {"embedding": embedding, "hidden": hidden, "depth": depth}
-    check(federation, layers.number, k, granularity, normalise, rate, sizes)
+    check_layer_mixing(federation, layers.number, k, granularity, normalise, rate, sizes)
     mixing_candidates.check(n, candidates)
     train_model = model_trainer(model, federation.task, training)
     network = LayerWeights(columns, layers.number, embedding, hidden, depth, normalise)

@@ -26,7 +26,7 @@ from fedjax_pfl.core.local_training import Training
 from fedjax_pfl.networks import norm_layers
 
 
-class Client(NamedTuple):
+class SplitClient(NamedTuple):
     """State kept on the client between rounds."""
 
     personal: PyTree  # the client's personal variables
@@ -75,9 +75,9 @@ def partly_shared(
 ) -> Algorithm:
     """Returns FedAvg of the shared variables; each client trains them with its personal ones.
 
-    The server stores the shared variables, the only ones that are sent. Clients store `Client`. A
-    phase starts from a global model, whose personal part every client gets, or from a state with
-    the same two parts. Momentum starts at zero in each phase.
+    The server stores the shared variables, the only ones that are sent. Clients store
+    `SplitClient`. A phase starts from a global model, whose personal part every client gets, or
+    from a state with the same two parts. Momentum starts at zero in each phase.
 
     Args:
       model: A Flax network.
@@ -98,7 +98,7 @@ def partly_shared(
     def init(key: jax.Array, start: State | None = None) -> State:
         if (
             start is not None
-            and isinstance(start.clients, Client)
+            and isinstance(start.clients, SplitClient)
             and trees.same_shapes(
                 (shared_shapes, row_shapes), (start.server, start.clients.personal)
             )
@@ -109,22 +109,22 @@ def partly_shared(
             personal, shared = trees.divide(variables, is_personal)
             rows = trees.repeat(personal, n)
         params = trees.join(shared, trees.row(rows, 0))["params"]
-        return State(shared, (), Client(rows, initial_momentum(training, params, federation)))
+        return State(shared, (), SplitClient(rows, initial_momentum(training, params, federation)))
 
     train_model = model_trainer(model, federation.task, training)
 
-    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
+    def train(payload: PyTree, client: SplitClient, ctx: ClientContext) -> ClientResult:
         joined = trees.join(payload, client.personal)
         variables, momentum, metrics = train_model(joined, client.momentum, ctx)
         personal, shared = trees.divide(variables, is_personal)
         return ClientResult(
             upload=shared,
             variables=variables,
-            client=Client(personal, momentum),
+            client=SplitClient(personal, momentum),
             metrics=metrics,
         )
 
-    def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
+    def personalize(state: State, client: SplitClient, ctx: ClientContext) -> PyTree:
         return trees.join(state.server, client.personal)
 
     base = fedavg(model, training, federation)
