@@ -203,6 +203,7 @@ _ONCE = {size + 4 * (99 + 9) for size in _PATHS}  # φx and φy in a client's fi
 _NORM = 4 * tiny.HIDDEN  # scale, bias, mean and variance
 _HEAD = (tiny.HIDDEN + 1) * tiny.CLASSES
 _PROTOTYPES = 4 * tiny.CLASSES * tiny.HIDDEN
+_VALVE = 4 * 2 * tiny.HIDDEN * (tiny.HIDDEN + 3)
 
 
 def _without(entries: int) -> Bytes:
@@ -277,6 +278,11 @@ CASES = {
         _collaborated,
         lambda model: (model + _PROTOTYPES + 3, model + 2 * _PROTOTYPES + 12 + 4),
         training={"learning_rate": 0.03},
+    ),
+    "gpfl": Case(
+        {"penalty": 0.5},
+        _all_of(_moved, _matters("gpfl", "decay", 0.0, 0.1)),
+        lambda model: (model - 4 * _HEAD + _PROTOTYPES + _VALVE,) * 2,
     ),
     "knn_per": Case({"neighbours": 3}, _moved, _without(0)),
     "l2gd": Case({"pull": 0.4}, _all_of(_moved, _matters("l2gd", "pull", 0.0, 1.0)), _without(0)),

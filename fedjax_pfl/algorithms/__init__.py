@@ -34,6 +34,7 @@ from fedjax_pfl.algorithms.fedproto import FEDPROTO, fedproto
 from fedjax_pfl.algorithms.fedprox import FEDPROX, fedprox
 from fedjax_pfl.algorithms.fedrep import FEDREP, fedrep
 from fedjax_pfl.algorithms.fedrod import FEDROD, fedrod
+from fedjax_pfl.algorithms.gpfl import GPFL, gpfl
 from fedjax_pfl.algorithms.knn_per import KNN_PER, knn_per
 from fedjax_pfl.algorithms.l2gd import L2GD, l2gd
 from fedjax_pfl.algorithms.lg_fedavg import LG_FEDAVG, lg_fedavg
@@ -77,6 +78,7 @@ METHODS: dict[str, Method] = {
         FEDPROX,
         FEDREP,
         FEDROD,
+        GPFL,
         KNN_PER,
         L2GD,
         LG_FEDAVG,
@@ -122,6 +124,7 @@ __all__ = [
     "fedprox",
     "fedrep",
     "fedrod",
+    "gpfl",
     "knn_per",
     "l2gd",
     "lg_fedavg",

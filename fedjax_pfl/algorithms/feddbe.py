@@ -56,7 +56,7 @@ class Shifted:
     def apply(self, variables: PyTree, x: jax.Array) -> jax.Array:
         """Returns the outputs for examples x."""
         variables, bias = _without(variables, "feature_bias"), variables["feature_bias"]
-        return features.WithFeatures(self.network, bias).apply(variables, x)[0]
+        return features.WithFeatures(self.network, lambda z: z + bias[None]).apply(variables, x)[0]
 
 
 def _without(variables: PyTree, *names: str) -> PyTree:
@@ -78,7 +78,8 @@ class Regularised(NamedTuple):
         """Returns the outputs and the penalty, and the collections that training updates."""
         params, model_state = variables["params"], _without(variables, "params", "mean")
         known = self.payload["known"].astype(jnp.float32)
-        network = features.WithFeatures(self.network, known * params["bias"])
+        bias = known * params["bias"]
+        network = features.WithFeatures(self.network, lambda z: z + bias[None])
         (outputs, z), updated = network.apply(
             {"params": params["model"], **model_state},
             x,

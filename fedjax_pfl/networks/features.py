@@ -1,5 +1,6 @@
 """Features of examples: the inputs of a network's head."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -12,11 +13,11 @@ from fedjax_pfl.core.errors import UsageError
 class WithFeatures(NamedTuple):
     """A network that returns (outputs [B, ...], features [B, d]).
 
-    `shift` is a vector [d] that is added to the features before the head, or None.
+    `transform` maps features [B, d] to the inputs of the head; None leaves them unchanged.
     """
 
     network: Any
-    shift: jax.Array | None = None
+    transform: Callable[[jax.Array], jax.Array] | None = None
 
     def apply(self, variables: Any, x: jax.Array, *, mutable: Any = False, **options: Any) -> Any:
         """Returns (outputs, features), and updated collections if `mutable` is given."""
@@ -27,8 +28,8 @@ class WithFeatures(NamedTuple):
             name = "/".join(context.module.path)
             if context.method_name == "__call__" and name == head:
                 inputs.append(arguments[0])
-                if self.shift is not None:
-                    arguments = (arguments[0] + self.shift[None], *arguments[1:])
+                if self.transform is not None:
+                    arguments = (self.transform(arguments[0]), *arguments[1:])
             return call(*arguments, **keywords)
 
         with nn.intercept_methods(record):

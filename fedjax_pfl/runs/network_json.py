@@ -10,6 +10,7 @@ from fedjax_pfl.algorithms.feddbe import Shifted
 from fedjax_pfl.algorithms.fedem import Mixture
 from fedjax_pfl.algorithms.fedmn.modular import Modular, Routed
 from fedjax_pfl.algorithms.fedproto import Nearest
+from fedjax_pfl.algorithms.gpfl import Valved
 from fedjax_pfl.algorithms.knn_per import NeighbourMixture
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.networks import MODELS
@@ -29,6 +30,7 @@ NETWORKS: dict[str, Callable[..., Any]] = {
     "shifted": Shifted,
     "split_kernels": SplitKernels,
     "two_heads": TwoHeads,
+    "valved": Valved,
 }
 
 
