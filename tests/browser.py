@@ -60,13 +60,11 @@ class Browser:
         """Returns the result of the body of a JavaScript function."""
         return self._send("/execute/sync", {"script": script, "args": []})
 
-    def press(self, key: str) -> None:
-        """Presses a key in the element that has the focus."""
-        for kind in ("keyDown", "keyUp"):
-            text = {"text": "\r"} if (kind, key) == ("keyDown", "Enter") else {}
-            code = {"Enter": 13, "Escape": 27, "Tab": 9}[key]
-            event = {"type": kind, "key": key, "code": key, "windowsVirtualKeyCode": code}
-            self._devtools("Input.dispatchKeyEvent", **event, **text)
+    def press_space(self) -> None:
+        """Presses the space bar in the element that has the focus."""
+        event = {"key": " ", "code": "Space", "windowsVirtualKeyCode": 32}
+        self._devtools("Input.dispatchKeyEvent", type="keyDown", text=" ", **event)
+        self._devtools("Input.dispatchKeyEvent", type="keyUp", **event)
 
     def messages(self) -> list[str]:
         """Returns and forgets the messages of the console."""

@@ -315,7 +315,7 @@ figcaption { color: var(--soft); font-size: .9rem; margin-top: .4rem; }
 @media (max-width: 34rem) {
   /* A row is a block: its head, and under it the numbers with their names. */
   thead { display: none; }
-  tr { display: grid; grid-template-columns: repeat(auto-fill, minmax(5rem, 1fr));
+  tr { display: grid; grid-template-columns: repeat(auto-fill, minmax(6.6rem, 1fr));
     padding: .4rem 0; border-bottom: 1px solid var(--line); }
   th:first-child { grid-column: 1 / -1; white-space: normal; overflow-wrap: anywhere; }
   th, td { display: block; padding: .1rem 0; border: 0; text-align: left; }
