@@ -293,7 +293,8 @@ figure input::after { content: "enlarge"; position: absolute; top: .2rem; right:
 figure:has(input:checked) { position: fixed; inset: 0; z-index: 1; overflow: auto; margin: 0;
   max-width: none; padding: 1rem; background: var(--paper); }
 figure:has(input:checked) label { cursor: zoom-out; }
-figure:has(input:checked) svg { height: calc(100vh - 7rem); min-width: 45rem; border: 0; }
+figure:has(input:checked) svg { min-width: 45rem; margin: 0 auto; border: 0;
+  max-width: max(62rem, 1.7 * (100vh - 7rem)); } /* all of a picture, or a tall one to scroll */
 figure input:checked::after { content: "close"; }
 abbr { text-decoration: underline dotted; text-underline-offset: .2em; cursor: help; }
 .footnote { margin-top: 2rem; color: var(--soft); font-size: .85rem; }
@@ -338,7 +339,7 @@ figcaption { color: var(--soft); font-size: .9rem; margin-top: .4rem; }
   figure, .cards div, .warning { break-inside: avoid; }
   figure input { display: none; }
   figure:has(input:checked) { position: static; }
-  figure:has(input:checked) svg { height: auto; min-width: 0; }
+  figure:has(input:checked) svg { min-width: 0; }
   abbr { text-decoration: none; }
   h2 { break-after: avoid; }
 }
