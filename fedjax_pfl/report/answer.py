@@ -36,7 +36,8 @@ def section(run: Run, reference_runs: Mapping[str, Run], picture: Picture | None
     if best is not None:
         intro = references.STAGES["before"]
         comparisons = references.stage_sentence(run, best, reference_runs[best], "before", intro)
-        sentences = [f"{_verdict(run, reference_runs[best])}{comparisons}"]
+        note = references.settings_note(run, reference_runs[best])
+        sentences = [f"{_verdict(run, reference_runs[best])}{comparisons}{note}"]
         lines = [references.sentence(run, name, other) for name, other in reference_runs.items()]
         items = "\n".join(f"<p>{html.escape(line)}</p>" for line in lines)
         details = (

@@ -54,9 +54,9 @@ def draw(confusion: Mapping[str, Any], names: Sequence[str] = ()) -> Picture | N
         is_wide = sum(map(len, labels)) > 70
         axes.set_xticks(range(classes), labels, rotation=90 if is_wide else 0)
         axes.set_yticks(range(classes), rows)
+    axes.set_ylabel("class: recall" if classes <= _MAX_NAMED else "class")
     axes.tick_params(length=0)
     axes.set_xlabel("predicted class")
-    axes.set_ylabel("class: recall")
     caption = (
         "Share, in per cent, of the test examples of each class by predicted class, over all "
         "clients, before local training. The diagonal is the recall of the class."

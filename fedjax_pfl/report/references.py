@@ -145,17 +145,21 @@ def sentence(run: Run, name: str, reference: Run) -> str:
       reference: The reference run.
     """
     parts = [stage_sentence(run, name, reference, stage, intro) for stage, intro in STAGES.items()]
+    return f"{' '.join(filter(None, parts))}{settings_note(run, reference)}"
+
+
+def settings_note(run: Run, reference: Run) -> str:
+    """Returns a sentence about the other settings in which two runs differ, or ""."""
     defaults = run_reader.default_settings()
     settings, reference_settings = (
         comparison.result_settings(r.config, defaults) for r in (run, reference)
     )
     differing = different_settings(settings, reference_settings)
-    note = ""
-    if differing:
-        count = len(differing) - _MAX_LISTED
-        suffix = f" and {count} more" if count > 0 else ""
-        note = f" The two runs also differ in {', '.join(differing[:_MAX_LISTED])}{suffix}."
-    return f"{' '.join(filter(None, parts))}{note}"
+    if not differing:
+        return ""
+    count = len(differing) - _MAX_LISTED
+    suffix = f" and {count} more" if count > 0 else ""
+    return f" The two runs also differ in {', '.join(differing[:_MAX_LISTED])}{suffix}."
 
 
 def stage_sentence(run: Run, name: str, reference: Run, stage: str, intro: str) -> str:
