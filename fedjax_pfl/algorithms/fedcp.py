@@ -158,11 +158,15 @@ def fedcp(
 ) -> Algorithm:
     """Creates FedCP, for networks whose head is a Dense layer.
 
-    The server stores the variables of φ and ω, and the parameters of Θ as the layers of `policy`.
-    Clients store `Client`.
+    The server stores the variables of the body φ and the global head ω, and the parameters of the
+    policy network Θ under `policy`. Clients store `Client`, with their personal head ω_i.
 
     Args:
-      penalty: λ, the weight of the discrepancy between features of φ_i and of φ.
+      model: A Flax network whose head is a Dense layer.
+      training: Local training.
+      federation: The clients.
+      penalty: λ, the weight of the discrepancy (MMD) between the features of the body in training
+        and of the downloaded body.
     """
     require_at_least("fedcp.penalty", penalty, 0)
     d = features.width("fedcp", model, federation)

@@ -19,7 +19,7 @@ _ONE_HOT = 0.99  # a row is one-hot if its largest weight is above this
 
 
 class Observed(NamedTuple):
-    """Arrays that a method exposed."""
+    """Arrays of its state that a method returned from `Algorithm.observe`."""
 
     now: Mapping[str, np.ndarray]
     before: Mapping[str, np.ndarray]  # at the evaluation before; empty at the first one
@@ -36,18 +36,18 @@ class Observed(NamedTuple):
 class Diagnostic(NamedTuple):
     """One number of a method, or one for each layer."""
 
-    meaning: str
+    meaning: str  # description for the report
     value: Callable[[Observed], Value | None]  # None if an evaluation cannot tell
-    inactive: Callable[[Value, Observed], bool] | None = None
+    inactive: Callable[[Value, Observed], bool] | None = None  # True: the mechanism has no effect
     warning: str = ""  # printed if inactive; {value} is the mean over layers
     explanation: Callable[[Value], str] | None = None  # of the last value, for the report
 
 
 class Picture(NamedTuple):
-    """Title and caption for the figure of an exposed array."""
+    """Title and caption for the figure of an array that a method exposes."""
 
     title: str
-    meaning: str
+    meaning: str  # caption
     columns: str = ""  # label of the horizontal axis of a heat map
     is_scatter: bool = False  # first two principal components instead of a heat map
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import jax
 
-# Stages. Numbers must not change: results of a seed depend on them.
+# Stages of a round. Numbers must not change: results of a seed depend on them.
 INIT, SAMPLE, DROP, SEND, TRAIN, PERSONAL = range(6)
 
 
 def stage_key(key: jax.Array, stage: int, t: Any = 0, i: Any = 0) -> jax.Array:
-    """Returns the random key of a stage in round `t` for client `i`."""
+    """Returns the random key of a stage, such as SEND or TRAIN, in round `t` for client `i`."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, stage), t), i)

@@ -244,7 +244,10 @@ def sum_over_positions(update: Update) -> Callable[..., PositionSum]:
 
 
 def per_position(metric: Metric) -> Metric:
-    """Converts a mean over examples to a mean over the positions that have a label."""
+    """Converts a mean over examples to a mean over the labelled positions of sequences.
+
+    Outputs are then [B, T, C] and labels [B, T], with -1 at a position without a label.
+    """
 
     def finish(state: PositionSum, examples: np.ndarray) -> np.ndarray:
         del examples

@@ -251,7 +251,14 @@ def _as_int32(label: str, x: np.ndarray) -> np.ndarray:
 def _check_owners(
     name: str, argument: str, owners: np.ndarray | None, examples: int | None
 ) -> np.ndarray | None:
-    """Returns owners as integers from 0 or as stripped text, or raises UsageError."""
+    """Returns owners as integers from 0 or as stripped text, or raises UsageError.
+
+    Args:
+      name: Name of the dataset, for messages.
+      argument: Name of the argument that holds the owners, for messages.
+      owners: Person or device that each example comes from, by name or number, or None.
+      examples: Expected number of owners; None: any number.
+    """
     if owners is None:
         return None
     owners = _to_array(name, argument, owners)

@@ -207,15 +207,18 @@ def _split_before_partition(
     sizes: tuple[float, float, int | None],
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """Separates test and validation sets of all clients; with `pooled` all examples are training.
-
-    Returns the use of each example, int [examples].
+    """Selects the test and validation examples that do not depend on the partition.
 
     Args:
-      split: pooled, official or shared.
+      split: "official": the source's test set is for testing. "shared": a random part of all
+        examples is. "pooled": every example is for training here; `_split_clients` splits those of
+        each client after the partition.
       is_test: bool [examples], True for the source's test set.
       sizes: `test_fraction`, `validation_fraction` and `validation_examples` of `federate`.
       rng: Chooses the examples.
+
+    Returns:
+      Use of each example, int [examples]: 0 for training, 1 for validation, 2 for testing.
     """
     use = np.full(len(is_test), _TRAIN)
     if split == "pooled":

@@ -98,7 +98,7 @@ def femnist_folder(data_dir: DataDir) -> Path:
 
 
 def _read(name: str, folder: Path) -> tuple[list[str], list[Any], list[Any]]:
-    """Returns the user, input and label of each example of a folder."""
+    """Returns three lists with the user, input and label of each example of a folder."""
     files = sorted(folder.glob("*.json"))
     if not files:
         raise UsageError(
@@ -127,7 +127,7 @@ def _read(name: str, folder: Path) -> tuple[list[str], list[Any], list[Any]]:
 
 
 def _numbers(name: str, xs: tuple[list[Any], ...]) -> list[np.ndarray]:
-    """Returns the inputs of each part as float32, images as [n, 28, 28, 1]."""
+    """Returns the inputs of training and test set as float32, images as [n, 28, 28, 1]."""
     try:
         parts = [as_float(f"{name}: x", np.array(x, np.float64), np.float32) for x in xs]
     except (ValueError, TypeError):
@@ -140,7 +140,7 @@ def _numbers(name: str, xs: tuple[list[Any], ...]) -> list[np.ndarray]:
 
 
 def _classes(name: str, ys: tuple[list[Any], ...]) -> tuple[list[np.ndarray], int]:
-    """Returns the labels of each part, int32, and the number of classes."""
+    """Returns the labels of training and test set, int32 [n], and the largest label plus 1."""
     try:
         parts = [class_numbers(f"{name} ({p})", y) for p, y in zip(_PARTS, ys, strict=True)]
     except UsageError:
@@ -163,10 +163,17 @@ def _label_last(x: np.ndarray, labels: np.ndarray) -> np.ndarray:
 def _characters(
     name: str, xs: Any, ys: Any, every_position: bool
 ) -> tuple[list[np.ndarray], list[np.ndarray], list[str]]:
-    """Encodes the texts `xs` of each part and the character after each text, `ys`.
+    """Encodes the texts `xs` of training and test set, and `ys`, the character after each text.
 
-    Returns x and y of each part, int32 [n, T], and the tokens. Token 0 is no character. Labels are
-    at the last position of a text, or at every position.
+    Args:
+      name: Name of the dataset, for messages.
+      xs: Texts of the training set and of the test set.
+      ys: The character after each text, likewise.
+      every_position: Label every position with the next character, not only the last one.
+
+    Returns:
+      x of both sets, y of both sets, int32 [n, T], and the text of each token. Token 0 pads short
+      texts. y is -1 at a position without a label.
     """
     if not all(isinstance(y, str) and len(y) == 1 for part in ys for y in part):
         raise UsageError(f"{name}: examples are text, but labels are not one character each")
@@ -186,7 +193,7 @@ def _characters(
 
 
 def _tweets(name: str, xs: Any, length: int, words: int) -> tuple[list[np.ndarray], list[str]]:
-    """Encodes tweets as words. Returns x of each part, int32 [n, length], and the tokens."""
+    """Encodes tweets. Returns x of both sets, int32 [n, length], and the word of each token."""
     if length < 1 or words < 3:
         raise UsageError(f"leaf: length={length}, words={words}: use 1 or more, and 3 or more")
     try:

@@ -6,7 +6,7 @@ import numpy as np
 
 from fedjax_pfl.core.errors import UsageError, require
 from fedjax_pfl.data import apportion
-from fedjax_pfl.data.pool import Pool, client_size, require_between, superclasses
+from fedjax_pfl.data.pool import Counts, Pool, client_size, require_between, superclasses
 
 _ATTEMPTS = 300
 
@@ -41,7 +41,7 @@ def _retry(sample: Callable[[], np.ndarray], minimum: int, pool: Pool) -> np.nda
 
 def dirichlet(
     pool: Pool, rng: np.random.Generator, *, alpha: float = 0.5, minimum: int = 10
-) -> np.ndarray:
+) -> Counts:
     """Divides each class among the clients by shares from Dir(alpha).
 
     Args:
@@ -65,14 +65,14 @@ def dirichlet_classes(
     novel_alpha: float | None = None,
     examples: int | None = None,
     equal: bool = True,
-) -> np.ndarray:
+) -> Counts:
     """Gives each client class proportions p_i sampled from Dir(alpha).
 
     Args:
       alpha: Concentration: with a small alpha, few classes make up most of a client.
       novel_alpha: Concentration for held-out clients (novel clients in pFedHN). Unset: alpha.
-      examples: Examples per client. Unset: all are used, and clients that are served last, in a
-        random order, take what is left. With a smaller number, proportions are as sampled.
+      examples: Examples per client; must be unset if not `equal`. Unset: all are used. Clients
+        then choose in random order, and the last ones take the examples that are left.
       equal: Give all clients equally many examples. If False, client i gets p_ic / Σ_j p_jc of all
         examples of class c (pFedHN, section 5.3).
     """
@@ -106,7 +106,7 @@ def clusters(
     clusters: int = 3,
     alpha: float = 0.4,
     minimum: int = 2,
-) -> np.ndarray:
+) -> Counts:
     """Groups classes into random clusters and divides each cluster by shares from Dir(alpha).
 
     Within a cluster a client's examples are a random sample, whatever their class.
@@ -141,7 +141,7 @@ def pachinko(
     alpha: float = 0.4,
     beta: float = 10.0,
     examples: int | None = None,
-) -> np.ndarray:
+) -> Counts:
     """Samples superclasses from Dir(alpha), then their classes from Dir(beta).
 
     This is Pachinko allocation. All clients have equally many examples, without replacement; a

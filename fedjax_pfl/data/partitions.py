@@ -15,6 +15,7 @@ from fedjax_pfl.core.errors import UsageError, require
 from fedjax_pfl.data import apportion
 from fedjax_pfl.data.mixtures import clusters, dirichlet, dirichlet_classes, pachinko
 from fedjax_pfl.data.pool import (
+    Counts,
     Pool,
     check_class_lists,
     client_size,
@@ -29,7 +30,7 @@ from fedjax_pfl.data.pool import (
 CIFAR100_DOMAINS = ((5, 6), (3, 4), (17, 2), (18, 19), (8, 11))
 
 
-def iid(pool: Pool, rng: np.random.Generator, *, examples: int | None = None) -> np.ndarray:
+def iid(pool: Pool, rng: np.random.Generator, *, examples: int | None = None) -> Counts:
     """Gives every client the same number of examples of each class, plus or minus one.
 
     Args:
@@ -53,7 +54,7 @@ def _counts_of(picks: np.ndarray, classes: int, base: int, extra: int) -> np.nda
 
 def classes(
     pool: Pool, rng: np.random.Generator, *, per_client: int = 4, examples: int = 600
-) -> np.ndarray:
+) -> Counts:
     """Gives each client `per_client` random classes with equally many examples of each.
 
     References: pFedLA's non-IID.1 (4 of 10 classes, 12 of 100).
@@ -99,7 +100,7 @@ def listed(
     *,
     classes: tuple[tuple[int, ...], ...] = ((0, 1), (2, 3)),
     examples: int = 600,
-) -> np.ndarray:
+) -> Counts:
     """Gives each client the classes listed for it, with equally many examples of each.
 
     Args:
@@ -136,7 +137,7 @@ def dominant(
     dominant: int = 2,
     ratio: float = 10.0,
     examples: int = 600,
-) -> np.ndarray:
+) -> Counts:
     """Gives each client all classes, with `ratio` times as many examples of `dominant` random ones.
 
     References: pFedLA's non-IID.2 (2 dominant classes of 10, 6 of 100).
@@ -187,7 +188,7 @@ def shares(
     low: float = 0.4,
     high: float = 0.6,
     spare_slot: bool = False,
-) -> np.ndarray:
+) -> Counts:
     """Gives each client `per_client` classes and a random share of each, U(low, high) normalised.
 
     Classes are sampled from those given out least so far.
@@ -215,7 +216,7 @@ def shares(
     return apportion.round_shares(weights / np.where(total > 0, total, 1), pool.available)
 
 
-def shards(pool: Pool, rng: np.random.Generator, *, per_client: int = 2) -> np.ndarray:
+def shards(pool: Pool, rng: np.random.Generator, *, per_client: int = 2) -> Counts:
     """Cuts the examples, sorted by class, into equal shards and gives `per_client` to each client.
 
     Args:
@@ -238,7 +239,7 @@ def shards(pool: Pool, rng: np.random.Generator, *, per_client: int = 2) -> np.n
     return content[rng.permutation(number).reshape(pool.clients, per_client)].sum(1)
 
 
-def coarse(pool: Pool, rng: np.random.Generator, *, per_client: int = 1) -> np.ndarray:
+def coarse(pool: Pool, rng: np.random.Generator, *, per_client: int = 1) -> Counts:
     """Gives each client `per_client` superclasses, each divided equally among its clients.
 
     Args:
@@ -290,7 +291,7 @@ def domains(
     *,
     domains: int = 5,
     groups: tuple[tuple[int, ...], ...] = (),
-) -> np.ndarray:
+) -> Counts:
     """Divides classes into domains and clients among the domains; IID within a domain.
 
     `federate` numbers the labels of each domain from 0; domains share the outputs.

@@ -6,12 +6,14 @@ import numpy as np
 
 from fedjax_pfl.core.errors import UsageError, require
 
+Counts = np.ndarray  # int [N, C]: number of examples of each class that each client gets
+
 
 class Pool(NamedTuple):
     """Number of examples of each class, and the clients to divide them among."""
 
     available: np.ndarray  # int [C]: examples of each class
-    clients: int
+    clients: int  # number of clients N
     coarse: np.ndarray | None = None  # int [C]: the superclass of each class
     held_out: int = 0  # number of novel clients, the last ones; they do not train
 

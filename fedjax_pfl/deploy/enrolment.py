@@ -36,6 +36,8 @@ def request(run: str, i: int, settings: Mapping[str, Any], start: int) -> bytes:
 def read_description(request: bytes, content: bytes) -> dict[str, Any]:
     """Decodes a node's description of its examples from its response to a request to enrol.
 
+    Returns the fields of `schema.NODE_DESCRIPTION`: the number of examples for training, validation
+    and testing, and the shapes, dtypes and class names of the examples.
     Raises InvalidError if the response refuses, does not answer the request or is inconsistent.
     """
     expected = wire.response_facts(wire.decode(request, len(request)))

@@ -24,9 +24,9 @@ class Method(NamedTuple):
     algorithm: Algorithm
     federation: Federation
     seed: int
-    max_update_norm: float | None = None
-    evaluate_after: bool = True
-    validate_after: bool = False
+    max_update_norm: float | None = None  # larger updates are rejected; None: no limit
+    evaluate_after: bool = True  # also score models after one more local training
+    validate_after: bool = False  # score validation examples with those models
 
     @property
     def grouped(self) -> Algorithm:
@@ -130,8 +130,9 @@ class ClientPrograms:
         """Evaluates a client's model on its examples, as a simulation does.
 
         Args:
-          served_values: Values that the server computed, of the shapes `shapes.served`.
-          payload: Payload for training; unused unless models are evaluated after training.
+          served_values: Arrays from the server that the client's personalised model is computed
+            from, of the shapes `shapes.served`.
+          payload: Download for training; unused unless models are evaluated after local training.
           client: Client-side state.
           inputs: Client id, round and examples.
         """
@@ -206,7 +207,10 @@ def _send(method: Method, g: int, state: State, i: jax.Array, t: jax.Array) -> P
 
 
 def _context(method: Method, stage: int, i: Any, t: Any, data: Any = None) -> ClientContext:
-    """Returns the context of client `i` in a stage of round `t`; `data` may hold shapes only."""
+    """Returns the context of client `i` in round `t`; `data` may hold shapes only.
+
+    `stage` is a number of `core.randomness`, such as TRAIN, which the random key depends on.
+    """
     examples = None
     if data is not None:
         has_shapes = isinstance(jax.tree.leaves(data)[0], jax.ShapeDtypeStruct)
@@ -250,7 +254,10 @@ def _check_upload(
 def _server_part(
     method: Method, g: int, client: PyTree, data: Any, state: State, i: jax.Array, t: jax.Array
 ) -> list[Any]:
-    """Computes the values that client `i` is sent; `client` and `data` may hold shapes only."""
+    """Computes the arrays that client `i` needs from the server for its personalised model.
+
+    `client` and `data` may hold shapes only.
+    """
     ctx = _context(method, PERSONAL, i, t, data)
     return split_personalize.server_part(method.group_algorithm(g).personalize, state, client, ctx)
 
@@ -274,7 +281,17 @@ def _score(
     client: PyTree,
     inputs: RoundInputs,
 ) -> Evaluation:
-    """Evaluates one client as the simulation does. For arguments see `ClientPrograms.score`."""
+    """Evaluates one client as the simulation does.
+
+    Args:
+      method: The method.
+      g: Index of the client's architecture group.
+      state: Shapes of the server's state.
+      served_values: Arrays from the server that the client's personalised model is computed from.
+      payload: Download for training; unused unless models are evaluated after local training.
+      client: Client-side state.
+      inputs: Client id, round and examples.
+    """
     algorithm = method.group_algorithm(g)
     client_examples = client_data(inputs.data, 0)
     test = Split(inputs.data.test.rows[0], inputs.data.test.size[0])

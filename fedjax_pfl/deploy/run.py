@@ -160,8 +160,9 @@ def _build_server(
     needed = size(programs.shapes[0].state) + client_bytes * programs.cohort
     if shortage := forecast.shortage(forecast.Requirement(needed, 0, 0), forecast.capacity()):
         raise UsageError(
-            f"the server needs {shortage} for the data that the nodes describe; use a smaller "
-            "model, or check the nodes' files"
+            f"the server needs {shortage} for the data that the nodes describe (the state, and the "
+            f"messages of {programs.cohort} clients in a round); use a smaller model, or check the "
+            "JSON files that tell the nodes where their examples are"
         )
     return experiment, method, programs
 

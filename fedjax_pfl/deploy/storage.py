@@ -127,7 +127,11 @@ def decode_state(content: bytes, template: PyTree) -> PyTree:
 
 
 def read_json(path: Path, check: schema.Check) -> dict[str, Any]:
-    """Reads a JSON object that passes a check. Returns an empty dict if there is no such file."""
+    """Reads a JSON object. Returns an empty dict if there is no such file.
+
+    Raises UsageError if the file cannot be read, or if `check`, a function of the object and the
+    file's name, raises InvalidError.
+    """
     try:
         content = json.loads(path.read_bytes())
         check(content, path.name)

@@ -28,9 +28,9 @@ _GROUP = 8  # channels per group of GroupNorm; all widths are multiples of it
 class _Block(NamedTuple):
     """Sizes of one inverted residual block."""
 
-    inputs: int
-    inner: int
-    outputs: int
+    inputs: int  # channels
+    inner: int  # channels after the expansion
+    outputs: int  # channels
     stride: int
 
 

@@ -196,10 +196,10 @@ def check_network(name: str, model: Any, x: Any) -> Any:
     Args:
       name: Name of the network, for messages.
       model: The network.
-      x: Examples, or their shape.
+      x: Examples [B, ...], or a ShapeDtypeStruct of them.
 
     Returns:
-      The shape of the outputs.
+      ShapeDtypeStruct of the outputs, [B, outputs] or [B, T, outputs].
     """
     key = jax.eval_shape(jax.random.key, 0)
     variables = dict(jax.eval_shape(model.init, key, x))

@@ -23,7 +23,7 @@ from fedjax_pfl.simulation.metrics import mean_std
 class Row(NamedTuple):
     """Runs that differ only in their seed."""
 
-    label: str
+    label: str  # settings in which the rows differ
     config: Mapping[str, Any]  # common settings, with defaults for those that are not recorded
     runs: Sequence[Run]  # sorted by seed
 
@@ -44,7 +44,7 @@ class PairedTest(NamedTuple):
 
     difference: float  # mean of row minus baseline
     p: float  # two-sided Wilcoxon signed-rank test; 1 if there is no difference
-    pairs: int  # clients
+    pairs: int  # number of clients
     better: int  # clients for which the row is better
 
 
@@ -273,7 +273,11 @@ def share_better_than_local(row: Row, rows: Sequence[Row]) -> float | None:
 
 
 def _differences(row: Row, baseline: Row, stage: str) -> np.ndarray | str:
-    """Returns the mean difference of each client over seeds [clients], or why there is none."""
+    """Returns the mean difference in score of each client over seeds, row minus baseline.
+
+    `stage` is "before" or "after" local training. Returns an array [clients], or the reason why
+    the rows cannot be compared.
+    """
     if unfinished(row) or unfinished(baseline):
         return "unfinished"
     if [run.seed for run in row.runs] != [run.seed for run in baseline.runs]:

@@ -176,7 +176,11 @@ def _megabytes(value: float) -> str:
 
 
 def _tests(row: Row, first: Row, metric: Metric) -> list[str]:
-    """Returns the cells of a row in the table of paired tests against the first row."""
+    """Returns the cells of a row in the table of paired tests against the first row.
+
+    The cells are difference and p before and after local training, then the number of pairs, or
+    the reason why there are none.
+    """
     tests = [comparison.paired_test(row, first, stage) for stage in drawing.STAGES]
     cells = []
     for stage, test in zip(drawing.STAGES, tests, strict=True):

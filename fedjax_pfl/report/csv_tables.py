@@ -9,7 +9,7 @@ _FORMULA = re.compile(r"'*[=+\-@\t\r]")  # start of a cell that a spreadsheet ma
 
 
 def write(file: TextIO, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes a header and rows; a row may lack columns."""
+    """Writes a CSV header and rows. Columns are in order of appearance; missing cells are empty."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(file, names, lineterminator="\n")
     writer.writeheader()

@@ -68,10 +68,13 @@ def changes(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]
 
 
 def first_line(configs: Sequence[Mapping[str, Any]], registry: Registry) -> str:
-    """Returns the first line that a run prints: its method and the settings changed in all parts.
+    """Returns the first line that a run prints: its method and the changed settings.
+
+    Settings of the method and of training count as changed if they are not at their defaults and
+    have the same value in every run of a sweep.
 
     Args:
-      configs: Settings as plain data, one per seed and setting of a sweep.
+      configs: Settings of each run of a sweep as plain data.
       registry: Components by name, user-defined ones included.
     """
     defaults = run_reader.as_json(configuration.default(registry).to_dict())

@@ -217,7 +217,11 @@ def _provenance(run: Run) -> str:
 
 
 def _warnings(run: Run) -> str:
-    """Returns paragraphs about rejected, absent and untested clients, and the method's remarks."""
+    """Returns paragraphs (HTML) that warn of a run's problems.
+
+    These are rejected uploads, clients that dropped out, clients without a finite score or without
+    test examples, and the remarks of the method's diagnostics.
+    """
     last = run.metrics[-1]
     messages = []
     if last.get("rejected"):

@@ -249,7 +249,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _clients(path: Path) -> list[dict[str, Any]]:
-    """Reads clients.csv."""
+    """Reads the file clients.csv. Returns the values of each client's row by column."""
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         rows = list(reader)

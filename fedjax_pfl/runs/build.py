@@ -121,7 +121,10 @@ def build(
 def _load(
     config: ConfigDict, registry: configuration.Registry, groups: int
 ) -> tuple[data.Dataset, data.FederatedData, Federation]:
-    """Loads a dataset, and partitions it for a number of architecture groups."""
+    """Loads the dataset of a configuration and partitions it.
+
+    `groups` is the number of architecture groups: the clients of a group have the same network.
+    """
 
     def settings_of(name: str) -> dict[str, Any]:
         return config.get(name, ConfigDict()).to_dict()

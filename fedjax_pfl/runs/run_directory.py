@@ -86,7 +86,7 @@ def writing(
     """Turns a failure to write inside the context into a UsageError that says what to do.
 
     Without a directory, exceptions pass unchanged. `checkpoint_rounds` returns the rounds of the
-    checkpoints, newest first.
+    checkpoints, newest first; the message names the newest as the one to resume from.
     """
     if directory is None:
         yield

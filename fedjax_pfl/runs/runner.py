@@ -150,15 +150,18 @@ def run_configs(
     tell: Callable[[str], None] = _ignore,
     callbacks: Callbacks = NO_CALLBACKS,
 ) -> dict[str, Result]:
-    """Like `run_all`, for runs that differ in their seed and real-valued settings.
+    """Trains several runs in one compiled program; they differ in seed and real-valued settings.
 
     Args:
       configs: Complete configurations by the names of their directories in `workdir`.
-      workdir: Folder of the run directories.
-      stop: As for `run`.
+      workdir: Folder of the run directories. Default: nothing is written.
+      stop: Request to stop, read after every compiled call. Default: set by Ctrl-C.
       registry: Components by name, user-defined ones included.
-      tell: As for `run_all`.
-      callbacks: User functions.
+      tell: Gets lines on the method, each phase's plan and the memory before anything is compiled.
+      callbacks: User functions called after a round and after an evaluation.
+
+    Returns:
+      Result of each run, by the names in `configs`.
     """
     sweep_runs = [SweepRun(name, config, {}) for name, config in configs.items()]
     plans = None

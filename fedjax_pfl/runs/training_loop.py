@@ -52,9 +52,9 @@ class Loop(NamedTuple):
 
     experiment: Experiment
     phase: Phase
-    program: DeviceProgram | StreamedProgram
+    program: DeviceProgram | StreamedProgram  # client state on the devices, or off them
     sweep_runs: Sequence[SweepRun]
-    stop: Stop
+    stop: Stop  # request to stop
     callbacks: Callbacks
     bar: Any  # tqdm
 

@@ -51,10 +51,19 @@ def register(
 ) -> tuple[Registry, dict[str, Any]]:
     """Adds user-defined components, see `fedjax_pfl.run`, to the built-in ones.
 
-    The settings, nested as in Python, may name a method, network or task as MODULE:NAME instead.
+    Args:
+      settings: Settings in nested dicts. They may name a method, network or task as MODULE:NAME,
+        which is imported, instead of passing it here.
+      dataset: The examples.
+      algorithm: Factory of a method, as for `fedjax_pfl.run`.
+      model: Network, as for `fedjax_pfl.run`.
+      task: Factory of a task, as for `fedjax_pfl.run`.
+      optimizer: Optimiser of the clients.
+      server_optimizer: Optimiser of the server.
 
     Returns:
-      The registry with these components, and the settings with their names.
+      The registry with these components, and a copy of the settings, also nested, that selects them
+      by name.
     """
     if not isinstance(settings, Mapping):
         raise UsageError(

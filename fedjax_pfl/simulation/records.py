@@ -53,24 +53,27 @@ class CohortBatch(NamedTuple):
 
 
 class RoundSpec(NamedTuple):
-    """Static facts that a program of rounds is compiled for. One tuple entry per group."""
+    """Static facts that a program of rounds is compiled for.
+
+    Tuples have one entry per architecture group, that is per set of clients with the same network.
+    """
 
     original: Algorithm  # as the user made it
     algorithm: Algorithm  # the same in the form of `groups.as_grouped`
-    members: tuple[Algorithm, ...]
+    members: tuple[Algorithm, ...]  # algorithm of each group
     membership: tuple[np.ndarray, ...]  # bool [N] for each group
     federation: Federation
     cohort: int  # clients sampled in a round
     max_rounds: int  # most rounds in one call
-    dropout: Any
-    max_update_norm: Any
-    evaluate_after: bool
-    validate_after: bool
+    dropout: Any  # probability that a sampled client never returns its update
+    max_update_norm: Any  # larger updates are rejected; None: no limit
+    evaluate_after: bool  # also score models after one more local training
+    validate_after: bool  # score validation examples with those models
     evaluated_ids: np.ndarray | None  # None: all clients
     count_confusion: bool  # on the test examples
-    chunk: int
+    chunk: int  # clients that are vmapped together
     mesh: Any  # None: one device
-    is_spread: bool  # rows and client-side state are spread over the mesh
+    is_spread: bool  # server-side rows and client-side state are spread over the mesh
 
 
 class RoundFunctions(NamedTuple):
@@ -109,9 +112,9 @@ class CompiledRounds(NamedTuple):
 
 
 class SharedInputs(NamedTuple):
-    """Inputs that all clients of a stage have in common."""
+    """Inputs that are equal for all clients when they are sent to, trained or evaluated."""
 
-    key: jax.Array
-    state: Any  # without the clients; None for functions that must not read it
+    key: jax.Array  # random key of the run
+    state: Any  # State without the clients; None for functions that must not read it
     data: FederatedData
-    t: Any
+    t: Any  # index of the round

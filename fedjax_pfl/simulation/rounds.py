@@ -41,22 +41,22 @@ class Slot(NamedTuple):
     """One place in the cohort; fields are stacked on axis 0."""
 
     i: jax.Array  # client id
-    place: jax.Array  # index of the client in the data
-    present: jax.Array
-    dropped: jax.Array
+    place: jax.Array  # index of the client in the data, which may be the cohort's only
+    present: jax.Array  # bool: False if no client is sampled into this place
+    dropped: jax.Array  # bool: the client trains and never returns its update
     client: PyTree  # client-side state
 
 
 class ClientOutcome(NamedTuple):
     """Outcome of one client's round; fields are stacked on axis 0."""
 
-    payload: PyTree
+    payload: PyTree  # download
     upload: PyTree
     client: PyTree  # new client-side state
     metrics: dict[str, jax.Array]
     is_accepted: jax.Array  # bool: finite, and not too large
-    down: dict[str, jax.Array]
-    up: dict[str, jax.Array]
+    down: dict[str, jax.Array]  # bytes downloaded, by layer
+    up: dict[str, jax.Array]  # bytes uploaded, by layer
 
 
 class RoundCarry(NamedTuple):

@@ -337,7 +337,7 @@ class ClientStore:
 
 
 class Snapshot(ClientStore):
-    """A past state of a `ClientStore`. Holds the records that have changed since."""
+    """A past state of a `ClientStore`. Holds the clients' records that have changed since."""
 
     def __init__(self, current: ClientStore) -> None:
         groups = [rows.empty_copy() for rows in current.groups]

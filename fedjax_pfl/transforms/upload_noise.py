@@ -33,10 +33,10 @@ _NOISE = (1 << 30) + 1
 
 
 def upload_noise(clip_norm: float, multiplier: float) -> Transform:
-    """Returns a transform that clips the change of each upload and adds noise to it.
+    """Returns a transform with which each client clips its upload and adds Gaussian noise.
 
     Args:
-      clip_norm: Largest norm of a change.
+      clip_norm: Largest L2 norm, over the whole tree, of the upload minus the download.
       multiplier: Standard deviation of the noise, in multiples of `clip_norm`.
     """
 

@@ -200,7 +200,10 @@ def _check(federation: Federation, peers: int, epsilon: float, epsilon_decay: fl
     """Raises UsageError for settings or clients that FedFomo cannot use."""
     available = int(np.sum(federation.active)) - 1
     if available < 1:
-        raise UsageError("fedfomo mixes in peers; it needs at least one other active client")
+        raise UsageError(
+            "fedfomo mixes in models of other clients, so a client needs at least one other active "
+            "client; raise clients or lower held_out"
+        )
     require(
         1 <= peers <= available,
         f"fedfomo.peers is {peers}; a client has {available}, choose 1 to {available}",

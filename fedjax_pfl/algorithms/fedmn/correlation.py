@@ -42,10 +42,10 @@ _LOGIT_SCALE = 8.0
 
 
 class Signature(NamedTuple):
-    """Correlations of one client, [d] each."""
+    """Correlations between images and labels of one client, [d] for embeddings of length d."""
 
-    r: jax.Array
-    chance: jax.Array  # the client's contribution to S
+    r: jax.Array  # correlation of the two embeddings over the client's examples, in -1..1
+    chance: jax.Array  # variance of r by chance; S is its mean over clients
 
 
 class Correlation(nn.Module):
@@ -77,9 +77,12 @@ class Correlation(nn.Module):
 
 
 class Gates(nn.Module):
-    """The map ρ W s + (1 - ρ) b."""
+    """The map ρ W s + (1 - ρ) b from the standardised signature s to logits of gates.
 
-    outputs: int
+    W [d, E] and b [E] are trained. ρ in 0..1 is an input, 0 if clients differ only by chance.
+    """
+
+    outputs: int  # number of gates E
 
     @nn.compact
     def __call__(self, s: jax.Array, rho: jax.Array) -> jax.Array:

@@ -75,10 +75,13 @@ class Modular(nn.Module):
 
 
 class WithLogits(NamedTuple):
-    """The network with the logits of its gates as a parameter."""
+    """The network with the logits of its gates, [E], as the parameter `logits`.
+
+    A gate weights the connection between two blocks, from 0 (closed) to 1 (open).
+    """
 
     network: Modular
-    sample: Callable[[jax.Array], jax.Array]  # gates from logits
+    sample: Callable[[jax.Array], jax.Array]  # logits [E] -> gates [E]; its noise is fixed
 
     def apply(self, variables: Any, x: jax.Array, **options: Any) -> Any:
         """Applies the network as a module does."""

@@ -15,9 +15,9 @@ _NEVER_COMPARED = -2.0  # less than any cosine
 
 
 class CandidateTable(NamedTuple):
-    """For each client, the M clients whose models it mixes. Part of the server's rows.
+    """For each client, the M clients whose models it mixes. The server stores it.
 
-    A slot keeps its mixing weight when its occupant is replaced.
+    A column keeps its mixing weights when the client in it is replaced.
     """
 
     client_ids: jax.Array  # int32 [N, M]; includes the client itself

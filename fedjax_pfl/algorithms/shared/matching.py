@@ -29,7 +29,7 @@ def candidates(
 
     Args:
       order: Array of shape [N]; a larger value comes first. Client i always comes first.
-      minimum: Least number of clients to select.
+      minimum: Least number of clients to select, client i included.
       similar: Bool array of shape [N].
       allowed: Bool array of shape [N]; no other client is selected.
       i: The client that mixes.

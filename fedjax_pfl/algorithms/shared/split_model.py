@@ -73,17 +73,18 @@ def partly_shared(
     federation: Federation,
     is_personal: Callable[[str, str], bool],
 ) -> Algorithm:
-    """Returns FedAvg of the shared variables; each client trains them with its personal ones.
+    """Returns FedAvg of the shared variables; each client trains them together with its own.
 
     The server stores the shared variables, the only ones that are sent. Clients store
-    `SplitClient`. A phase starts from a global model, whose personal part every client gets, or
-    from a state with the same two parts. Momentum starts at zero in each phase.
+    `SplitClient`. A phase, a part of a run with one algorithm, starts from a global model, whose
+    personal variables every client gets, or from a state that is split in the same way. Momentum
+    starts at zero in each phase.
 
     Args:
       model: A Flax network.
       training: Local training.
       federation: The clients.
-      is_personal: Tells by layer and leaf which variables are personal.
+      is_personal: Maps the names of a layer and a leaf to True if the variable is personal.
     """
     personal_shapes, shared_shapes = trees.divide(model_shapes(model, federation), is_personal)
     if not personal_shapes or not shared_shapes:

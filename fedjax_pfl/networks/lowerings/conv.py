@@ -158,7 +158,7 @@ def _outputs(x: jax.Array, k: jax.Array, strides: tuple[int, int]) -> tuple[int,
 
 
 def _unshift(parts: list[jax.Array], axis: int, length: int, stride: int) -> jax.Array:
-    """Adds views back to where they came from; the transpose of `shifts`."""
+    """Adds strided slices of an axis to zeros of its `length`; the transpose of `shifts`."""
     span = (parts[0].shape[axis] - 1) * stride + 1
     no_padding = (0, 0, 0)
     paddings = [(i, length - i - span, stride - 1) for i in range(len(parts))]

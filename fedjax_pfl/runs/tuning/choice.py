@@ -90,9 +90,9 @@ def close(best: PointResult, results: Sequence[PointResult]) -> list[PointResult
 
 
 def edges(best: Point, points: Sequence[Point]) -> list[str]:
-    """Returns notes on numbers of the best point that are the smallest or largest of the grid.
+    """Returns notes on settings of the best point whose value is the smallest or largest tried.
 
-    Omits values that cannot be smaller: 0, or a count of 1.
+    A point maps settings to values. Omits values that cannot be smaller: 0, or a count of 1.
     """
     notes = []
     for name, value in best.items():
