@@ -61,7 +61,7 @@ def apfl(
     require((alpha >= 0) & (alpha <= 1), f"apfl.alpha is {alpha}; it is a share, 0 to 1")
     require_at_least("apfl.alpha_rate", alpha_rate, 0)
     base = fedavg(model, training, federation)
-    separate = training._replace(optimizer=optimizers.per_entry(training.optimizer))
+    separate = training.with_optimizer(optimizers.per_entry(training.optimizer))
 
     def mix(alpha: jax.Array, v: PyTree, w: PyTree) -> PyTree:
         return jax.tree.map(lambda v, w: alpha * v + (1 - alpha) * w, v, w)

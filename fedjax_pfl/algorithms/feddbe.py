@@ -117,7 +117,7 @@ def feddbe(
     )
     d = features.width("feddbe", model, federation)
     base = fedavg(model, training, federation)
-    separate = training._replace(optimizer=optimizers.per_entry(training.optimizer))
+    separate = training.with_optimizer(optimizers.per_entry(training.optimizer))
 
     def loss(outputs: Any, y: jax.Array, classes: Any) -> jax.Array:
         network_outputs, mean_penalty = outputs

@@ -117,7 +117,7 @@ def fedem(
         raise UsageError("fedem mixes probabilities of classes; choose a dataset with classes")
     base = training.optimizer
     per_component = optax.GradientTransformation(jax.vmap(base.init), jax.vmap(base.update))
-    separate = training._replace(optimizer=per_component)
+    separate = training.with_optimizer(per_component)
 
     def init(key: jax.Array, start: State | None = None) -> State:
         initialise = partial(initial_variables, model, federation, start=None)

@@ -49,7 +49,7 @@ def fedrod(model: Any, training: local_training.Training, federation: Federation
     if not task.has_classes:
         raise UsageError("fedrod balances classes; choose a dataset with classes")
     base = fedavg(model, training, federation)
-    separate = training._replace(optimizer=optimizers.per_entry(training.optimizer))
+    separate = training.with_optimizer(optimizers.per_entry(training.optimizer))
 
     def parts(params: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the parameters of the head and of the body."""

@@ -26,8 +26,8 @@ Gradient = Callable[[PyTree, PyTree, Batch, jax.Array], tuple[tuple[jax.Array, P
 class Training(NamedTuple):
     """Hyper-parameters of local training. Exactly one of `epochs` and `steps` is set."""
 
-    optimizer: optax.GradientTransformation  # without learning rate
-    unclipped: optax.GradientTransformation  # the same optimiser without gradient clipping
+    base_optimizer: optax.GradientTransformation  # without learning rate and gradient clipping
+    clip_norm: Any  # largest global norm of a gradient, or None
     rate: Callable[[jax.Array], Any]  # round -> learning rate
     batch_size: int
     epochs: int | None
@@ -35,6 +35,17 @@ class Training(NamedTuple):
     drop_last: bool  # drop the last batch of an epoch if it is short
     keep_optimizer: bool  # keep the optimiser's state on the client between rounds
     step_schedule: Callable[[Any, Any], Any] | None = None  # (step, steps) -> factor of the rate
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """Returns the optimiser with gradient clipping, without learning rate."""
+        if self.clip_norm is None:
+            return self.base_optimizer
+        return optax.chain(optax.clip_by_global_norm(self.clip_norm), self.base_optimizer)
+
+    def with_optimizer(self, optimizer: optax.GradientTransformation) -> "Training":
+        """Returns the same training by an optimiser that does any clipping itself."""
+        return self._replace(base_optimizer=optimizer, clip_norm=None)
 
 
 class Scores(NamedTuple):
@@ -158,10 +169,9 @@ def make_training(
     """
     if (epochs is None) == (steps is None):
         raise ValueError("set either epochs or steps")
-    clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
     return Training(
-        optimizer=optax.chain(clip, optimizer),
-        unclipped=optimizer,
+        base_optimizer=optimizer,
+        clip_norm=clip_norm,
         rate=learning_rate if callable(learning_rate) else constant_rate(learning_rate),
         batch_size=batch_size,
         epochs=epochs,

@@ -107,7 +107,7 @@ def build_algorithm(
         def part(layer: str, _: Any) -> str:
             return "kept" if layer in personal_layers(model) else "generated"
 
-        parts = {"generated": training.optimizer, "kept": training.unclipped}
+        parts = {"generated": training.optimizer, "kept": training.base_optimizer}
         return optax.partition(parts, lambda params: trees.map_layers(part, params))
 
     persistent = ("generated", "kept") if training.keep_optimizer else ("kept",)
@@ -156,7 +156,7 @@ def build_algorithm(
         """Returns `send`, `train` and `personalize` of a client of group g."""
         model, joint = networks[g], local_optimizer(networks[g])
         train_model = model_trainer(
-            model, federation.task, training._replace(optimizer=joint, keep_optimizer=True)
+            model, federation.task, training.with_optimizer(joint)._replace(keep_optimizer=True)
         )
 
         def send(state: State, ctx: ClientContext) -> PyTree:
