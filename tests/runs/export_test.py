@@ -77,6 +77,7 @@ def make_result(rounds, algorithm, **changes):
         directory=None,
         observations={},
         resumed_at=None,
+        confusion={},
     )
 
 
