@@ -2,7 +2,8 @@
 
     python docs/first_picture.py REPORT
 
-REPORT is the report.html of the README's FedAvg run. Requires the browser chromium.
+REPORT is the report.html of `python -m experiments.pfedla --config.reference=true`, the run of
+`make demo` with reference runs. Requires the browser chromium.
 """
 
 import subprocess
