@@ -38,7 +38,7 @@ class ClientContext(NamedTuple):
 class ClientResult(NamedTuple):
     """Result of a client's local training."""
 
-    upload: PyTree
+    upload: PyTree  # sent to the server
     variables: PyTree  # the trained model, as it is evaluated
     client: PyTree  # new client-side state
     metrics: dict[str, jax.Array]  # scalars; `loss` is required
@@ -51,12 +51,12 @@ class Cohort(NamedTuple):
     and upload are undefined; `mean` and `put` ignore them.
     """
 
-    ids: jax.Array  # int32 [K]
-    arrived: jax.Array  # bool [K]
+    ids: jax.Array  # int32 [K]: client ids
+    arrived: jax.Array  # bool [K]: the client's update is accepted
     weights: jax.Array  # float32 [K]: number of training examples n_k
     payloads: PyTree
     uploads: PyTree
-    t: Any
+    t: Any  # round
 
     def mean(self, tree: PyTree, old: PyTree, weights: jax.Array | None = None) -> PyTree:
         """Computes Σ_k w_k x_k / Σ_k w_k over the clients that arrived.
@@ -118,8 +118,8 @@ class Federation(NamedTuple):
 class Traffic(NamedTuple):
     """Bytes that one client transfers in one round, by layer name."""
 
-    down: dict[str, Any]
-    up: dict[str, Any]
+    down: dict[str, Any]  # download
+    up: dict[str, Any]  # upload
 
 
 def full_traffic(payload: PyTree, upload: PyTree) -> Traffic:
@@ -136,11 +136,12 @@ def no_observations(state: State) -> dict[str, jax.Array]:
 class Algorithm(NamedTuple):
     """A federated method.
 
-    init         (key, start=None) -> State. `start` is the final state of an earlier phase.
+    init         (key, start=None) -> State. `start` is the final state of the earlier phase, if a
+                 run has several phases, each with its own algorithm.
     send         (state, ctx) -> payload. The download of client `ctx.i`.
     train        (payload, client, ctx) -> ClientResult. Local training.
     receive      (state, cohort) -> (server, rows). Server update; skipped if no client arrived.
-    personalize  (state, client, ctx) -> variables. The model that the client is served now.
+    personalize  (state, client, ctx) -> variables. The client's personalised model.
     predict      (variables, x) -> outputs.
     traffic      (payload, upload) -> Traffic. Bytes that one client transfers.
     observe      (state) -> {name: array}. Arrays that a run records at every evaluation.

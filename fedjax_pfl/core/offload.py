@@ -20,7 +20,7 @@ _BLOCK = 1 << 24  # bytes of rows in memory at a time if all rows are read
 
 
 class Source(Protocol):
-    """Storage of the rows of one part."""
+    """Storage of one field of `State.rows`, called a part of the rows."""
 
     def read(self, leaves: Sequence[int], ids: np.ndarray) -> list[np.ndarray]:
         """Returns rows `ids` of the given leaves, arrays of shape [*ids.shape, ...]."""
@@ -204,7 +204,7 @@ def _blocked_map(leaves: _Leaves, f: Callable[[list[jax.Array]], PyTree]) -> PyT
 
 
 def split_parts(rows: PyTree, names: Sequence[str]) -> tuple[PyTree, dict[str, PyTree]]:
-    """Splits named parts off rows, a NamedTuple or a dict.
+    """Splits named parts (fields) off rows, a NamedTuple or a dict.
 
     Returns the rows with () for these parts, and the parts by name.
     """

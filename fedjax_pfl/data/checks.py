@@ -49,7 +49,7 @@ def find_problem(x: np.ndarray, y: np.ndarray, outputs: int) -> Problem | None:
 
 
 def _find_nonfinite(values: np.ndarray) -> tuple[int, tuple[int, ...]]:
-    """Returns the number of NaN and infinite values and the index of the first, or ()."""
+    """Returns the number of NaN and infinite values, and the index of the first, () if none."""
     number, first = 0, tuple[int, ...]()
     step = rows_per_chunk(values)
     for start in range(0, len(values), step) if values.dtype.kind == "f" else ():

@@ -172,9 +172,9 @@ def _labels(
     Args:
       source: Name of the source, for messages.
       roles: The settings.
-      files: The tables.
+      files: The training table and, if there is one, the test table.
       parts: Label column of each table.
-      y: The parts, joined.
+      y: Label columns of both tables, joined.
     """
     name, label, kind = files[0].name, roles.label, roles.label_kind
     setting = f"{source}.label_kind"

@@ -187,7 +187,7 @@ def portions(data: FederatedData, stored_classes: int) -> Portions:
 def _concatenate(
     dataset: Dataset,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
-    """Returns x, y and owners of all examples, and a mask of the source's test examples."""
+    """Returns x, y, owners (or None) and a mask of test examples, of all examples of the source."""
     x, y, owner = dataset.x_train, dataset.y_train, dataset.owner_train
     is_test = np.zeros(len(x), bool)
     if dataset.x_test is not None and dataset.y_test is not None:
@@ -243,7 +243,11 @@ def _split_before_partition(
 def _split_clients(
     client: np.ndarray, clients: int, test: float, validation: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """Splits each client's examples at random. Returns the use of each example."""
+    """Splits each client's examples at random.
+
+    `client` has the client of each example, -1 for none. Returns the use of each example, as
+    `_split_before_partition` does.
+    """
     use = np.full(len(client), _TRAIN)
     for rows in rows_by_id(client, clients):
         if not len(rows):

@@ -70,7 +70,7 @@ def are_measurements(
 
     Args:
       tables: The training table and, if there is one, the test table.
-      parts: Their label columns.
+      parts: Label column of each table.
       label: Name of the column.
       setting: Name of the setting that decides, for messages.
       kind: Its value: `auto`, `class` or `number`.

@@ -26,7 +26,7 @@ def rows_per_chunk(array: np.ndarray) -> int:
 
 
 def rows_by_id(ids: np.ndarray, n: int) -> list[np.ndarray]:
-    """Returns the positions of each id from 0 to n - 1 in `ids`, in ascending order."""
+    """Returns for each id from 0 to n - 1 an array of its positions in `ids`, ascending."""
     order = np.argsort(ids, kind="stable")
     ends = np.searchsorted(ids[order], np.arange(n + 1))
     return [order[start:end] for start, end in itertools.pairwise(ends)]

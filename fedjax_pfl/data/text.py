@@ -104,7 +104,7 @@ def characters(texts: Iterable[str]) -> str:
 
 
 def encode(content: str, vocabulary: str) -> np.ndarray:
-    """Returns the place of each character in the vocabulary from 1, 0 if missing; int32."""
+    """Returns tokens, int32 [len(content)]: 1 + index in the vocabulary, or 0 if not in it."""
     codes, points = (np.frombuffer(s.encode("utf-32-le"), np.uint32) for s in (vocabulary, content))
     place = np.searchsorted(codes, points)
     in_vocabulary = codes[np.minimum(place, len(codes) - 1)] == points

@@ -94,7 +94,7 @@ def federation_from(description: Mapping[str, Any]) -> Federation:
 
 
 def _normalisation(description: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns mean and deviation of each input, for model files; None without normalisation."""
+    """Returns lists "input_mean" and "input_deviation" of each input, or None if not normalised."""
     if "mean" not in description:
         return None
     normalised = np.array(description["alike"]["normalise"]["features"], bool)

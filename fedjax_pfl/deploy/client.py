@@ -22,7 +22,7 @@ class RunClient(NamedTuple):
     """A client in one run."""
 
     run: str  # unique name of the run
-    i: int
+    i: int  # client id
     programs: ClientPrograms
     data: FederatedData  # of this client alone
     disk: ClientDisk

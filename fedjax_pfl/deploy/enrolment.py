@@ -102,7 +102,11 @@ def find_disagreements(described: Mapping[int, Mapping[str, Any]]) -> dict[int, 
 def build_federation(
     described: Mapping[int, Mapping[str, Any]], settings: ConfigDict
 ) -> dict[str, Any]:
-    """Builds the federation's description from nodes whose shared fields agree."""
+    """Builds the federation's description from those of all nodes, whose shared fields agree.
+
+    `described` has them by client id. Returns the fields of `schema.FEDERATION`, such as the
+    number of examples of each client.
+    """
     descriptions = [described[i] for i in sorted(described)]
     federation = {
         "counts": [description["counts"] for description in descriptions],

@@ -93,8 +93,8 @@ def group_shapes(method: Method, g: int, data: FederatedData) -> Shapes:
 class RoundInputs(NamedTuple):
     """Client id, round and examples that a client's program computes with."""
 
-    i: Any
-    t: Any
+    i: Any  # client id
+    t: Any  # index of the round
     data: FederatedData  # of this client alone
 
 

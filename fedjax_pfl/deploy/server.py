@@ -175,7 +175,7 @@ def read_update(server: Server, pending: PendingRequests, i: int, content: bytes
 def _check_upload(
     programs: ServerPrograms, g: int, payload: PyTree, upload: PyTree
 ) -> tuple[bool, dict[str, int], dict[str, int]]:
-    """Returns whether group `g` accepts an upload, and the bytes down and up by layer."""
+    """Returns True if an upload of group `g` is accepted, and bytes by layer, down and up."""
     accepted, down, up = jax.device_get(programs.check_upload[g](payload, upload))
     down, up = ({name: int(size) for name, size in sizes.items()} for sizes in (down, up))
     return bool(accepted), down, up

@@ -50,7 +50,7 @@ class _Side(NamedTuple):
 def server_part(
     personalize: Personal, state: State, client: PyTree, ctx: ClientContext
 ) -> list[Any]:
-    """Computes, on the server, the values that the client part reads, in reading order.
+    """Computes, on the server, the arrays that `client_part` reads. Returns them in that order.
 
     Args:
       personalize: The method's function.

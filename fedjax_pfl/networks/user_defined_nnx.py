@@ -39,7 +39,7 @@ class NnxNetwork(UserNetwork):
 
     @cached_property
     def _structure(self) -> tuple[Any, list[_Variable]]:
-        """Structure of the module and its variables."""
+        """Graph definition of the module, as from `nnx.split`, and its variables."""
         structure, state = nnx.split(self.module)
         variables = []
         for path, variable in nnx.to_flat_state(state):

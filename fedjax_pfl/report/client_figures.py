@@ -31,8 +31,8 @@ _QUANTILES = {  # from the worst score to the best
 class _Scores(NamedTuple):
     """Scores of clients, arrays of shape [N]; NaN is a missing score."""
 
-    before: np.ndarray  # local training
-    after: np.ndarray
+    before: np.ndarray  # before local training
+    after: np.ndarray  # after it
     active: np.ndarray  # whether a client takes part in training
 
     def groups(self, stage: str) -> Iterator[tuple[np.ndarray, str]]:

@@ -36,7 +36,7 @@ class Summary(NamedTuple):
     worst10: Mapping[str, Any]  # before local training
     megabytes_down: float  # of all clients, mean over seeds
     megabytes_up: float
-    rounds: tuple[int, int]  # fewest and most
+    rounds: tuple[int, int]  # fewest and most over the seeds
 
 
 class PairedTest(NamedTuple):
@@ -240,7 +240,8 @@ def extremes(
 ) -> tuple[tuple[str, float], tuple[str, float]] | None:
     """Returns (name, difference) of the clients that gain most and least against a baseline.
 
-    Returns None if clients have no names or cannot be paired. `stage` is "before" or "after".
+    Returns None if clients have no names or cannot be paired. `stage` is "before" or "after" local
+    training.
     """
     difference = _differences(row, baseline, stage)
     names = {client["client"]: client.get("owner") for client in row.runs[0].clients}

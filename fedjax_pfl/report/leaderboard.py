@@ -33,7 +33,10 @@ for (const head of document.querySelectorAll("th[scope=col]")) {
 
 
 def read(out: Path) -> dict[str, Any]:
-    """Reads leaderboard.json, or returns an empty leaderboard if there is none."""
+    """Reads leaderboard.json, or returns an empty leaderboard if there is none.
+
+    `columns` has by split its settings, `about`, and the results of `methods` by name.
+    """
     path = out / "leaderboard.json"
     if not path.exists():
         return {"columns": {}}
@@ -50,7 +53,7 @@ def read(out: Path) -> dict[str, Any]:
 
 
 def column(leaderboard: dict[str, Any], name: str, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the column of a split, emptied if what it runs has changed.
+    """Returns the column of a split, `about` and `methods`, emptied if its settings have changed.
 
     Args:
       leaderboard: Content of leaderboard.json; changed in place.

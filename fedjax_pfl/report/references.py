@@ -163,7 +163,7 @@ def settings_note(run: Run, reference: Run) -> str:
 
 
 def stage_sentence(run: Run, name: str, reference: Run, stage: str, intro: str) -> str:
-    """Returns the sentence about one stage, or "" if it was not evaluated.
+    """Returns the sentence about scores before or after local training, "" if not evaluated.
 
     Args:
       run: The run.

@@ -38,7 +38,7 @@ class Run(NamedTuple):
     # Digest of the examples if they come from files; "" if the configuration determines them;
     # None if unknown.
     examples: str | None = ""
-    confusion: Mapping[str, Any] = {}  # number of classes, and a matrix for each stage, if counted
+    confusion: Mapping[str, Any] = {}  # as in confusion.json; empty if not counted
 
     @property
     def seed(self) -> int:
@@ -284,7 +284,7 @@ def _cell(column: str, text: str, row: int) -> Any:
 
 
 def _confusion(path: Path) -> dict[str, Any]:
-    """Reads confusion.json."""
+    """Reads confusion.json: the number `classes`, and matrices `before` and `after` training."""
     content = _json(path)
     classes = content.get("classes")
     if type(classes) is not int:
@@ -303,7 +303,7 @@ def _confusion(path: Path) -> dict[str, Any]:
 
 
 def _traffic(path: Path) -> dict[str, Any]:
-    """Reads traffic.json."""
+    """Reads traffic.json: bytes by layer, `down` and `up`, and `total_down` and `total_up`."""
     traffic = _json(path)
     for direction in ("down", "up"):
         by_layer = traffic.get(direction, {})

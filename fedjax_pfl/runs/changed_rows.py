@@ -62,17 +62,14 @@ class _Writer:
         self.digest, self.position = hashlib.sha256(), 0
 
     def write(self, array: np.ndarray) -> None:
-        """Writes the rows that have changed since the checkpoint of the last `mark_saved`.
-
-        The file NAME.rows has rows of the clients, and of the best round if there is one.
-        """
+        """Appends the bytes of an array to the file."""
         content = np.ascontiguousarray(array).data
         self.file.write(content)
         self.digest.update(content)
         self.position += array.nbytes
 
     def append_rows(self, g: int, blocks: Iterable[np.ndarray], records: Any) -> Part:
-        """Appends the client ids in all blocks and the records of each block. Returns their part.
+        """Appends the client ids of all blocks, then the records of each. Returns their place.
 
         `g` is the group of the clients; `records` maps a block of ids to records.
         """

@@ -123,7 +123,10 @@ class Store(NamedTuple):
             raise DamagedError(f"{names[0] if names else SUMS} is not what was written")
 
     def facts(self, step: int) -> dict[str, Any]:
-        """Returns the counters and metrics of a checkpoint."""
+        """Returns the facts of a checkpoint, as plain data.
+
+        These are the fields of `run_state.Position`, `config` and, with off-device storage, `rows`.
+        """
         return self._meta(step)["facts"]
 
     def restore(self, step: int, templates: dict[str, PyTree]) -> dict[str, PyTree]:

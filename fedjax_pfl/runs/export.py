@@ -213,7 +213,7 @@ def pack(
 
 
 def _input_scale(metadata: Mapping[str, Any], data: ClientData) -> dict[str, Any]:
-    """Returns scale and shift of inputs, from the data or from their normalisation."""
+    """Returns `scale` and `shift` of inputs as lists or None, from data or its normalisation."""
     if "input_mean" not in metadata:
         return {"scale": _as_list(data.scale), "shift": _as_list(data.shift)}
     mean, deviation = np.array(metadata["input_mean"]), np.array(metadata["input_deviation"])
@@ -254,7 +254,7 @@ def personalize(
 
 
 def describe(path: str | Path) -> dict[str, Any]:
-    """Returns the description of a model file: its client, inputs and outputs.
+    """Returns the description of a model file by field, such as `input_shape` and `outputs`.
 
     Inputs are x * scale + shift if these are not None, computed in 64 bits. Output c is class c of
     the dataset, or the classes that `label_map` maps to c. `classes` says which outputs count.
@@ -326,7 +326,7 @@ def _client_ids(result: Result, clients: Sequence[int] | None) -> list[int]:
 
 
 def _select_state(result: Result, best: bool) -> tuple[int, Any]:
-    """Returns the number of rounds and the state, of the last or the best round."""
+    """Returns the number of rounds trained, and the state after them: the last or the best."""
     last = result.metrics[-1]
     if not best:
         return last["round"], result.state

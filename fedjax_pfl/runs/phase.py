@@ -156,7 +156,7 @@ class Phase(NamedTuple):
     """A part of a run with one algorithm."""
 
     inputs: PhaseInputs
-    plan: Plan
+    plan: Plan  # choices that affect speed only
     rounds: CompiledRounds
     store: str = "device"  # storage of examples and state
 

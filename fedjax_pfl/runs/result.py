@@ -18,17 +18,17 @@ from fedjax_pfl.simulation.ledger import Ledger
 class Result(NamedTuple):
     """Result of a run."""
 
-    config: dict[str, Any]
+    config: dict[str, Any]  # settings as plain data
     metrics: list[dict[str, Any]]  # one per evaluation, as in metrics.jsonl
     clients: list[dict[str, Any]]  # one per client, as in clients.csv
     confusion: Mapping[str, Any]  # as in confusion.json; empty if no matrices were counted
     ledger: Ledger
-    state: State
+    state: State  # after the last round
     best: State | None  # best state of the last phase; None without validation examples
     phases: tuple[Phase, ...]
     data: data.FederatedData
     federation: Federation
-    directory: Path | None
+    directory: Path | None  # run directory, if one was written
     observations: run_directory.Observations  # arrays that the method exposes of its state
     resumed_at: int | None  # round at which the run was resumed
 

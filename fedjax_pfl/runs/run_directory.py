@@ -315,7 +315,7 @@ def read_plans(directory: Path) -> list[Plan] | None:
 
 
 def traffic(ledger: Ledger) -> dict[str, Any]:
-    """Returns the content of traffic.json: bytes by layer and direction."""
+    """Returns the content of traffic.json: bytes by layer, `down` and `up`, and their totals."""
     return {
         "down": ledger.down,
         "up": ledger.up,

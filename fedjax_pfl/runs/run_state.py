@@ -27,15 +27,15 @@ from fedjax_pfl.simulation.records import Evaluation
 class Position(NamedTuple):
     """Progress of a run without its states. Plain data that every checkpoint contains."""
 
-    phase: int = 0
-    round: int = 0
+    phase: int = 0  # index of the current phase
+    round: int = 0  # number of finished rounds
     seconds: float = 0.0  # training and evaluation: this run's share of its program's time
     evaluate_seconds: float = 0.0  # part of `seconds`
     compile_seconds: float = 0.0  # not part of `seconds`
     checkpoint_seconds: float = 0.0  # not part of `seconds`; without the current checkpoint
     ledger: Ledger = ledger.empty(0)
     pending: tuple[dict[str, float], int] = ({}, 0)  # training metrics since the last evaluation
-    metrics: tuple[dict[str, Any], ...] = ()
+    metrics: tuple[dict[str, Any], ...] = ()  # lines of metrics.jsonl, one per evaluation
     clients: tuple[dict[str, Any], ...] = ()  # rows of the last evaluation
     confusion: Mapping[str, Any] = {}  # confusion matrices of the last evaluation
     best_round: int | None = None  # of this phase, by validation

@@ -11,13 +11,13 @@ from fedjax_pfl.simulation.records import Log
 class Ledger(NamedTuple):
     """Totals since round 0. Holds Python numbers only, for checkpoints in JSON."""
 
-    down: dict[str, int]  # bytes by layer
-    up: dict[str, int]
+    down: dict[str, int]  # bytes downloaded, by layer
+    up: dict[str, int]  # bytes uploaded, by layer
     client_down: list[int]  # bytes by client
     client_up: list[int]
     client_updates: list[int]  # rounds in which the server used the client's update
-    dropped: list[int]
-    rejected: list[int]
+    dropped: list[int]  # rounds in which the client never returned its update
+    rejected: list[int]  # rounds in which its update was not finite or too large
 
     @property
     def total_down(self) -> int:

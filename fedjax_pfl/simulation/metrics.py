@@ -108,7 +108,8 @@ def confusion(scores: Evaluation, active: np.ndarray) -> dict[str, Any]:
       active: bool [N]. Other clients, and clients whose loss is not finite, are left out.
 
     Returns:
-      "classes" and, for each evaluated stage, "before" and "after", the sum of the matrices.
+      "classes", the number of classes C, and the sum of the clients' matrices [C, C] as "before"
+      and, if it was evaluated, "after" local training.
     """
     content: dict[str, Any] = {}
     for stage, part in (("before", scores.before), ("after", scores.after)):
@@ -120,7 +121,10 @@ def confusion(scores: Evaluation, active: np.ndarray) -> dict[str, Any]:
 
 
 def user_metrics(task: Task) -> dict[str, Any]:
-    """Returns the facts that a report needs about user-defined metrics, or {} if there are none."""
+    """Returns {"custom_metrics": facts of each metric by name}, or {} if none is user-defined.
+
+    The facts, which a report needs, are `unit` and `higher_is_better`.
+    """
     facts = {
         metric.name: {"unit": metric.unit, "higher_is_better": metric.higher_is_better}
         for metric in task.metrics
@@ -130,7 +134,7 @@ def user_metrics(task: Task) -> dict[str, Any]:
 
 
 def mean_std(values: Sequence[float]) -> dict[str, Any]:
-    """Returns mean and sample standard deviation over seeds; "std" is None for one value."""
+    """Returns `mean`, sample deviation `std` (None for one value) and their number `seeds`."""
     std = float(np.std(values, ddof=1)) if len(values) > 1 else None
     return {"mean": float(np.mean(values)), "std": std, "seeds": len(values)}
 
@@ -138,7 +142,10 @@ def mean_std(values: Sequence[float]) -> dict[str, Any]:
 def client_scores(
     scores: Evaluation, task: Task, evaluated: np.ndarray | None = None
 ) -> tuple[dict[str, Any], ...]:
-    """Returns one row per evaluated client: test examples, and metrics and loss before and after.
+    """Returns one row per evaluated client, a dict of columns.
+
+    Columns are test_examples, then before_NAME and after_NAME local training for each metric NAME
+    and for `loss`. A score that was not evaluated is None.
 
     Args:
       scores: Result of an evaluation, arrays [N].
@@ -167,7 +174,9 @@ def add_best(
     is_best: bool,
     task: Task,
 ) -> tuple[dict[str, Any], ...]:
-    """Adds the metrics of the best evaluation to the rows of `client_scores`.
+    """Returns the rows of `client_scores` with the metrics of the best evaluation.
+
+    These are the columns best_before_NAME and best_after_NAME.
 
     Args:
       rows: Rows of this evaluation.

@@ -13,7 +13,7 @@ from fedjax_pfl.simulation.stores import ClientStore
 
 
 def part_names(algorithm: Algorithm) -> tuple[str, ...]:
-    """Returns the names of the parts of an algorithm's rows that can be offloaded."""
+    """Returns the names of the fields of `State.rows` that can be stored off the device."""
     return () if groups.has_groups(algorithm) else algorithm.offload
 
 
@@ -29,7 +29,7 @@ def split_state(algorithm: Algorithm, state: State) -> tuple[State, tuple[PyTree
 
 
 class PartSource:
-    """Implements `offload.Source` for one offloaded part. `clients` can be replaced."""
+    """Implements `offload.Source` for one field of `State.rows`. `clients` can be replaced."""
 
     def __init__(self, g: int, clients: ClientStore) -> None:
         """Reads group `g` of the store."""
@@ -51,7 +51,7 @@ class PartSource:
 
 
 class PendingRows(NamedTuple):
-    """Rows of one part to write after a round."""
+    """Rows of one offloaded field of `State.rows` to write after a round."""
 
     ids: list[Any]  # int32 [K] for each leaf; ids out of range write nothing
     leaves: list[Any]  # [K, ...]

@@ -19,8 +19,8 @@ class Log(NamedTuple):
     dropped: jax.Array  # bool [K]: downloaded, and never returned its update
     rejected: jax.Array  # bool [K]: returned an update that is not finite, or too large
     metrics: dict[str, jax.Array]  # [K] each; 0 for clients that did not arrive
-    down: dict[str, jax.Array]  # int32 [K]: bytes by layer
-    up: dict[str, jax.Array]
+    down: dict[str, jax.Array]  # int32 [K]: bytes downloaded, by layer
+    up: dict[str, jax.Array]  # int32 [K]: bytes uploaded, by layer
 
     @property
     def arrived(self) -> jax.Array:
@@ -31,15 +31,15 @@ class Log(NamedTuple):
 class Evaluation(NamedTuple):
     """Sums over the examples of each client, arrays of shape [N]."""
 
-    before: local_training.Scores  # test examples, the model that the client is served
+    before: local_training.Scores  # test examples, the client's personalised model
     validation: local_training.Scores  # the same, or after local training with `validate_after`
     after: local_training.Scores | None  # test examples, after one more local training
 
 
 class Slots(NamedTuple):
-    """Places of a group's clients in a cohort."""
+    """Places for the clients of an architecture group in a cohort."""
 
-    ids: Any  # int32 [K]
+    ids: Any  # int32 [K]: client ids
     present: Any  # bool [K]: False for empty slots
 
 

@@ -50,7 +50,7 @@ def evaluate_clients(
 def score_cohort(
     spec: RoundSpec, g: int, key: jax.Array, state: State, batch: CohortBatch, t: Any
 ) -> Evaluation:
-    """Scores clients of group `g`, arrays of shape [K]; empty slots have zeros."""
+    """Scores the K clients of a batch, which belong to group `g`; empty slots have zeros."""
     ids, present = batch.slots
     member = spec.members[g]
 
@@ -98,7 +98,10 @@ def _zero_unless(present: jax.Array, scores: Evaluation) -> Evaluation:
 def _served(
     spec: RoundSpec, member: Algorithm, shared: SharedInputs, item: Item
 ) -> tuple[PyTree, PyTree]:
-    """Returns a client's model and, if it is trained once more, the payload for that."""
+    """Returns a client's personalised model, and the download for one more local training.
+
+    The latter is None if models are not evaluated after local training.
+    """
     (key, state, data, t), (i, place, client) = shared, item
     ctx = ClientContext(i=i, data=client_data(data, place), t=t, key=stage_key(key, PERSONAL, t, i))
     model = member.personalize(state, client, ctx)

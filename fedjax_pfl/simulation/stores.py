@@ -88,7 +88,7 @@ def record_layout(row: PyTree) -> RecordLayout:
 
 
 class _Memory:
-    """Records of equal size in memory, allocated in blocks as they are written."""
+    """Records of equal size in memory, at numbered slots, allocated in blocks when written."""
 
     def __init__(self, size: int) -> None:
         self.block_length, self.size = max(1, _ALLOCATION // size), size
@@ -171,7 +171,7 @@ def _writable(folder: Path | None) -> Iterator[None]:
 
 
 class RowStore:
-    """Per-client arrays of one architecture group, or of one offloaded part of the rows."""
+    """Per-client arrays of one architecture group, or of one offloaded field of `State.rows`."""
 
     def __init__(self, first: PyTree, clients: int, store: str, folder: Path | None = None) -> None:
         """Creates a store in which every client has the same arrays.

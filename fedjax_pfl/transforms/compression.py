@@ -41,8 +41,8 @@ _SCALE_BITS = _INDEX_BITS = _FLOAT_BITS = 32
 class Client(NamedTuple):
     """Client-side state of the method, and the compression error of the last upload."""
 
-    method: PyTree
-    lost: PyTree
+    method: PyTree  # client-side state of the method
+    lost: PyTree  # compression error, which the next upload adds
 
 
 def leaf_bytes(size: int, bits: int | None, top_k: float | None) -> int:

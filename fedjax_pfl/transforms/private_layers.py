@@ -42,8 +42,8 @@ Path = tuple[Any, ...]
 class Client(NamedTuple):
     """Client-side state of the method, and the private layers."""
 
-    method: PyTree
-    own: PyTree
+    method: PyTree  # client-side state of the method
+    own: PyTree  # variables of the private layers
 
 
 def _matching_paths(tree: PyTree, private: PyTree, skip: int = 1) -> dict[Path, Path]:

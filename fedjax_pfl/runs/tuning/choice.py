@@ -20,7 +20,7 @@ from fedjax_pfl.simulation.metrics import mean_std
 class PointResult(NamedTuple):
     """A point of a method's grid and its finished runs."""
 
-    point: Point
+    point: Point  # values of the tuned settings, by name
     config: ConfigDict  # of the first seed
     runs: Mapping[int, Run]  # by seed
     seeds: int  # planned number of runs
@@ -44,7 +44,7 @@ def score(run: Run) -> float:
 
 
 def spread(result: PointResult) -> dict[str, Any]:
-    """Returns mean and standard deviation of the score over the finished seeds."""
+    """Returns `mean_std` of the validation score over the finished seeds."""
     return mean_std([score(run) for run in result.runs.values()])
 
 
