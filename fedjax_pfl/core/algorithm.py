@@ -96,7 +96,8 @@ class Federation(NamedTuple):
     active: np.ndarray  # bool [N]: False for clients that are evaluated and never sampled
     groups: np.ndarray  # int [N]: architecture group of each client; 0 if all have one network
     validation_counts: np.ndarray | None = None  # int [N]: validation examples of each client
-    class_counts: np.ndarray | None = None  # int [N, classes]: `counts` by stored class
+    # int [N, stored classes]: `counts` by class; None without classes or in a deployment
+    class_counts: np.ndarray | None = None
     owners: tuple[str, ...] | None = None  # name of each client's owner, if examples have owners
     input_dtype: str = "float32"  # int32 for tokens
     positions: tuple[int, ...] = ()  # (T,) if each of T positions has `outputs` of its own

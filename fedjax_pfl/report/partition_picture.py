@@ -30,11 +30,7 @@ def draw_partition(data: FederatedData, federation: Federation) -> Figure:
     the classes.
     """
     y = np.asarray(data.y)
-    stored = int(y.max()) + 1 if y.ndim == 1 else 1
-    if data.label_map is None and y.ndim == 1:
-        stored = max(stored, federation.outputs)
-    elif data.label_map is not None:
-        stored = np.shape(data.label_map)[1]
+    stored = 1 if federation.class_counts is None else federation.class_counts.shape[1]
     by_split = portions(data, stored)
     column, counts, edges = "class", by_split.train, None
     if y.ndim > 1:

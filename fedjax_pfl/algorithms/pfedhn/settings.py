@@ -75,7 +75,7 @@ def remark(name: str, settings: Mapping[str, Any], clients: int) -> str:
 def class_shares(name: str, federation: Federation) -> np.ndarray:
     """Returns p̂ [N, C]: the share of all training examples of a class that each client has."""
     if federation.class_counts is None:
-        raise UsageError(f"{name}.fixed takes shares of classes, and this dataset has none")
+        raise UsageError(f"{name}.fixed takes shares of classes; simulate a dataset with classes")
     counts = federation.class_counts.astype(np.float32)
     return counts / np.maximum(counts.sum(0), 1)
 

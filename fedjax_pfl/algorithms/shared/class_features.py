@@ -16,7 +16,11 @@ def class_mask(batch: Batch, classes: int) -> jax.Array:
 
 
 def class_counts(data: ClientData, classes: int) -> jax.Array:
-    """Returns the number of a client's training examples of each class, float32 [C]."""
+    """Returns the number of a client's training examples of each class, float32 [C].
+
+    Counts the labels after the client's label map, on the client. `Federation.class_counts` counts
+    stored labels of all clients and is unknown to the server of a deployment.
+    """
 
     def batch_counts(batch: Batch) -> jax.Array:
         return jnp.sum(class_mask(batch, classes), 0).astype(jnp.float32)
