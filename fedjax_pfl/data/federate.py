@@ -40,7 +40,7 @@ def federate(
     permute_labels: bool = False,
     held_out: int = 0,
     groups: int = 1,
-) -> tuple[FederatedData, Federation, Portions]:
+) -> tuple[FederatedData, Federation]:
     """Divides a dataset among clients.
 
     With `split="pooled"`, training and test set are pooled and partitioned. Each client's examples
@@ -67,8 +67,8 @@ def federate(
       groups: Number of architecture groups; client i is in group i % groups.
 
     Returns:
-      The arrays (without unused examples, unless they are mapped from a file), the description of
-      clients, and the number of examples of each class on each client.
+      The arrays (without unused examples, unless they are mapped from a file) and the description
+      of clients.
     """
     request.check_request(dataset, partition, clients, split, held_out, groups)
     if permute_labels and dataset.y_train.ndim > 1:
@@ -151,7 +151,6 @@ def federate(
         label_map = _permute(label_map, classes, clients, outputs, permute_rng)
 
     data = _compact(dataset, normalised, splits, label_map, classes)
-    content = portions(data, stored_classes)
     federation = Federation(
         counts=np.array(splits[_TRAIN].size),
         input_shape=tuple(x.shape[1:]),
@@ -159,7 +158,7 @@ def federate(
         active=active,
         groups=np.arange(clients, dtype=np.int32) % groups,
         validation_counts=np.array(splits[_VALIDATION].size),
-        class_counts=content.train if y.ndim == 1 else None,
+        class_counts=portions(data, stored_classes).train if y.ndim == 1 else None,
         owners=owners,
         input_dtype="float32" if dataset.scale is not None or x.dtype.kind == "f" else x.dtype.name,
         positions=tuple(y.shape[1:]) if y.dtype.kind == "i" else (),
@@ -167,7 +166,7 @@ def federate(
     )
     rounded = dataset.normalise is None or dataset.normalise.scope != LATER
     checks.check_federated(dataset.name, data, federation, rounded=rounded)
-    return data, federation, content
+    return data, federation
 
 
 def portions(data: FederatedData, stored_classes: int) -> Portions:

@@ -63,7 +63,7 @@ def partition(
             f"partition takes a Dataset, got {type(dataset).__name__}; make one with "
             "datasets.from_arrays(x, y)"
         )
-    examples, federation, _ = federate(
+    examples, federation = federate(
         dataset,
         name,
         settings=settings,

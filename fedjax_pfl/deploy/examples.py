@@ -74,7 +74,7 @@ def read(file: NodeFile) -> NodeExamples:
     else:
         # Kept as read: the sums of all nodes are needed first, and float32 would round the numbers.
         dataset = dataset._replace(normalise=normalisation._replace(scope=LATER))
-    arrays, federation, _ = data.federate(dataset, "iid", clients=1, **split)
+    arrays, federation = data.federate(dataset, "iid", clients=1, **split)
     metadata, optional_facts = dataset.metadata or {}, dict[str, Any]()
     if "classes" in metadata:
         optional_facts["classes"] = list(metadata["classes"])
@@ -107,7 +107,7 @@ def _read_shared(
     """
     if i is None or i >= settings.clients:
         raise UsageError(f"client must be from 0 to {settings.clients - 1}, got {i}")
-    all_arrays, federation, _ = data.federate(
+    all_arrays, federation = data.federate(
         dataset,
         settings.partition,
         settings=dict(settings.get(settings.partition, {})),

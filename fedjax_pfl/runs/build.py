@@ -137,7 +137,7 @@ def _load(
         sources=registry.dataset,
         **settings_of(data.source_name(config.dataset)),
     )
-    arrays, federation, _ = data.federate(
+    arrays, federation = data.federate(
         dataset,
         config.partition,
         settings=settings_of(config.partition),

@@ -29,11 +29,11 @@ def test_tokens_and_labels_keep_their_types():
     assert arrays(TOKENS + 3, np.roll(TOKENS, -1, 1)).outputs == 10
     labels = arrays(X, TOKENS > 3)
     assert (labels.x_train.dtype, labels.y_train.dtype, labels.outputs) == ("float32", "bool", 5)
-    data, federation, _ = federate(tokens, "iid", clients=3)
+    data, federation = federate(tokens, "iid", clients=3)
     assert (data.x.dtype, data.y.dtype) == ("int32", "int32")
     assert (federation.input_dtype, federation.positions, federation.outputs) == ("int32", (5,), 7)
     assert federation.examples(2).dtype == "int32"
-    _, federation, _ = federate(labels, "iid", clients=3)
+    _, federation = federate(labels, "iid", clients=3)
     assert (federation.input_dtype, federation.positions, federation.outputs) == ("float32", (), 5)
     image = arrays(np.zeros((4, 2, 2, 1), np.uint8), np.arange(4) % 2)
     assert federate(image, "iid", clients=2)[1].input_dtype == "float32"

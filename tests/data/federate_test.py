@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import PARTITIONS, arrays, client_data, federate, load, take
+from fedjax_pfl.data.federate import portions
 from tests.commands import message
 
 DIGITS = load("digits")
@@ -39,7 +40,7 @@ def all_numbers(data):
 
 def test_pooled_splits_every_client_by_the_fractions():
     fractions = {"test_fraction": 0.3, "validation_fraction": 0.1}
-    data, federation, portions = federate(
+    data, federation = federate(
         DIGITS, "classes", clients=10, settings={"examples": 160}, **fractions
     )
     np.testing.assert_array_equal(data.test.size, 48)
@@ -48,8 +49,9 @@ def test_pooled_splits_every_client_by_the_fractions():
     assert data.x.shape == (1600, 8, 8, 1)  # unused examples are left out
     assert data.x.dtype == np.uint8
     assert {str(array.dtype) for s in data[2:5] for array in (s.rows, s.size)} == {"int32"}
-    np.testing.assert_array_equal((sum(portions) > 0).sum(1), 4)
-    np.testing.assert_array_equal(sum(portions).max(1), 40)
+    counts = sum(portions(data, 10))
+    np.testing.assert_array_equal((counts > 0).sum(1), 4)
+    np.testing.assert_array_equal(counts.max(1), 40)
     np.testing.assert_array_equal(federation.counts, 96)
     assert federation.input_shape == (8, 8, 1)
     assert federation.outputs == 10
@@ -69,17 +71,18 @@ def test_no_example_is_assigned_twice(name, split, clients, seed):
     options["settings"] = {"examples": 40} if name == "classes" else {}
     dataset = numbered(400, n_test=200)
     try:
-        data, _, portions = federate(dataset, name, **options)
+        data, federation = federate(dataset, name, **options)
     except UsageError:  # a client may be without test examples
         assert split == "official"
         return
     numbers = all_numbers(data)
     assert len(set(numbers)) == len(numbers) == len(data.x)
-    assert (sum(p.sum(0) for p in portions) <= 150).all()
+    classes = federation.class_counts.shape[1]
+    assert (sum(p.sum(0) for p in portions(data, classes)) <= 150).all()
     for split_ in data[2:5]:
         padding = np.arange(split_.rows.shape[1]) >= split_.size[:, None]
         assert not split_.rows[padding].any()
-    again, _, _ = federate(dataset, name, **options)
+    again, _ = federate(dataset, name, **options)
     jax.tree.map(np.testing.assert_array_equal, data, again)
 
 
@@ -90,44 +93,45 @@ def test_partition_depends_on_the_seed():
 
 def test_clients_with_few_examples_are_trained_before_they_are_tested():
     for fraction in (0.01, 0.99):
-        data, _, _ = federate(numbered(8), "iid", clients=4, test_fraction=fraction)
+        data, _ = federate(numbered(8), "iid", clients=4, test_fraction=fraction)
         np.testing.assert_array_equal(data.train.size, 1)
         np.testing.assert_array_equal(data.test.size, 1)
         assert data.validation.rows.shape == (4, 1)
     # One of five clients with six examples has a test example.
-    _, federation, portions = federate(numbered(6, classes=1), "iid", clients=5)
+    data, federation = federate(numbered(6, classes=1), "iid", clients=5)
     np.testing.assert_array_equal(federation.counts, 1)
-    assert portions.test.sum() == 1
+    assert data.test.size.sum() == 1
     dataset = arrays(np.zeros((5, 1)), np.zeros(5, int), owners=np.array([1, 0, 0, 0, 0]))
-    _, federation, portions = federate(dataset, "natural", clients=2)
+    data, federation = federate(dataset, "natural", clients=2)
     np.testing.assert_array_equal(federation.counts, [3, 1])
-    np.testing.assert_array_equal(portions.test.sum(1), [1, 0])
+    np.testing.assert_array_equal(data.test.size, [1, 0])
     dataset = numbered(6, n_test=1, classes=1)
-    _, federation, portions = federate(dataset, "iid", clients=3, split="official")
-    assert sorted(portions.test.sum(1)) == [0, 0, 1]
+    data, federation = federate(dataset, "iid", clients=3, split="official")
+    assert sorted(data.test.size) == [0, 0, 1]
     np.testing.assert_array_equal(federation.counts, 2)
 
 
 def test_official_keeps_shares_of_classes_in_every_split():
-    data, federation, portions = federate(
+    data, federation = federate(
         SPLIT, "shares", clients=10, split="official", validation_examples=300
     )
-    for p, total in zip(portions, (900, 300, 600), strict=True):
+    train = federation.class_counts
+    for p, total in zip(portions(data, train.shape[1]), (900, 300, 600), strict=True):
         assert p.sum() == total  # no example is lost
         np.testing.assert_array_equal((p > 0).sum(1), 2)
-        np.testing.assert_array_equal(p > 0, portions.train > 0)
+        np.testing.assert_array_equal(p > 0, train > 0)
         shares = p / p.sum(0)
-        np.testing.assert_allclose(shares, portions.train / portions.train.sum(0), atol=0.05)
+        np.testing.assert_allclose(shares, train / train.sum(0), atol=0.05)
     test_rows = {tuple(row) for row in SPLIT.x_test}
     for i in range(10):
         rows = data.x[data.test.rows[i, : data.test.size[i]]]
         assert {tuple(row) for row in rows} <= test_rows
-    np.testing.assert_array_equal(federation.counts, portions.train.sum(1))
+    np.testing.assert_array_equal(federation.counts, train.sum(1))
 
 
 def test_shared_gives_all_clients_the_same_test_set():
     split = {"split": "shared", "test_fraction": 0.1, "validation_fraction": 0.2}
-    data, _, _ = federate(
+    data, _ = federate(
         numbered(100), "classes", clients=3, settings={"per_client": 2, "examples": 16}, **split
     )
     np.testing.assert_array_equal(data.test.size, 10)
@@ -143,22 +147,23 @@ def test_shared_gives_all_clients_the_same_test_set():
 
 def test_domains_share_outputs_and_have_separate_test_sets():
     two = {"clients": 4, "settings": {"domains": 2}}  # classes 0 1 2 and 3 4
-    data, federation, portions = federate(
+    data, federation = federate(
         numbered(200, classes=5), "domains", **two, split="shared", test_fraction=0.2
     )
     assert federation.outputs == 3
     np.testing.assert_array_equal(data.label_map, [[0, 1, 2, 0, 1]] * 4)
     np.testing.assert_array_equal(data.classes, [[1, 1, 1], [1, 1, 1], [1, 1, 0], [1, 1, 0]])
-    assert not portions.test[:2, 3:].any()
-    assert not portions.test[2:, :3].any()
-    tested = portions.test[0] + portions.test[2]
+    train, _, test = portions(data, 5)
+    assert not test[:2, 3:].any()
+    assert not test[2:, :3].any()
+    tested = test[0] + test[2]
     assert tested.sum() == 40
-    np.testing.assert_array_equal(portions.train.sum(0) + tested, 40)
+    np.testing.assert_array_equal(train.sum(0) + tested, 40)
 
 
 def test_permuted_labels_are_permutations_and_stored_labels_stay():
-    unpermuted, _, _ = federate(DIGITS, "iid", clients=20)
-    data, _, _ = federate(DIGITS, "iid", clients=20, permute_labels=True)
+    unpermuted, _ = federate(DIGITS, "iid", clients=20)
+    data, _ = federate(DIGITS, "iid", clients=20, permute_labels=True)
     np.testing.assert_array_equal(np.sort(data.label_map, 1), [np.arange(10)] * 20)
     assert data.label_map.dtype == np.int32
     assert len({tuple(row) for row in data.label_map}) == 20
@@ -173,7 +178,7 @@ def test_permuted_labels_are_permutations_and_stored_labels_stay():
 
 def test_permuted_domains_permute_within_a_domain():
     dataset, two = numbered(200, classes=6), {"clients": 6, "settings": {"domains": 2}}
-    data, federation, _ = federate(dataset, "domains", **two, permute_labels=True)
+    data, federation = federate(dataset, "domains", **two, permute_labels=True)
     assert federation.outputs == 3
     for i, row in enumerate(data.label_map):
         assert sorted(row[:3] if i < 3 else row[3:]) == [0, 1, 2]
@@ -190,19 +195,19 @@ def owned():
 
 def test_natural_clients_have_the_classes_of_their_owners():
     two = {"clients": 2, "settings": {"minimum": 2}}
-    data, _, portions = federate(owned(), "natural", **two, test_fraction=0.25)
+    data, _ = federate(owned(), "natural", **two, test_fraction=0.25)
     assert set(np.concatenate([numbers_of(data, 0, n) for n in NAMES])) == set(range(12))
     assert set(np.concatenate([numbers_of(data, 1, n) for n in NAMES])) == set(range(12, 24))
     np.testing.assert_array_equal(data.classes, [[1, 1, 0, 0], [1, 1, 1, 1]])
-    np.testing.assert_array_equal(portions.test.sum(1), 3)
-    mapped, _, _ = federate(owned(), "natural", **two, permute_labels=True, seed=1)
+    np.testing.assert_array_equal(data.test.size, 3)
+    mapped, _ = federate(owned(), "natural", **two, permute_labels=True, seed=1)
     assert set(mapped.label_map[0, :2]) == {0, 1}
     np.testing.assert_array_equal(mapped.label_map[0, 2:], [2, 3])
 
 
 def test_natural_official_keeps_test_sets_of_owners():
     dataset = numbered(40, n_test=20, owners=np.arange(40) // 10, owners_test=np.arange(20) // 5)
-    data, _, _ = federate(dataset, "natural", clients=4, split="official", validation_fraction=0.2)
+    data, _ = federate(dataset, "natural", clients=4, split="official", validation_fraction=0.2)
     for i in range(4):
         assert set(numbers_of(data, i, "test")) == set(range(40 + 5 * i, 45 + 5 * i))
     numbers = np.concatenate([numbers_of(data, i, n) for i in range(4) for n in NAMES[:2]])
@@ -213,16 +218,16 @@ def test_natural_official_keeps_test_sets_of_owners():
 def test_regression_is_partitioned_without_classes():
     y = np.arange(40, dtype=np.float64).reshape(20, 2)
     dataset = arrays(np.ones((20, 3)), y)
-    data, federation, portions = federate(dataset, "iid", clients=4)
+    data, federation = federate(dataset, "iid", clients=4)
     assert federation.outputs == 2
     assert data.y.dtype == np.float32
-    np.testing.assert_array_equal(sum(portions), [[5]] * 4)
+    np.testing.assert_array_equal(sum(portions(data, 1)), [[5]] * 4)
     assert "has no classes" in message(lambda: federate(dataset, "dirichlet", clients=4))
     assert "permuted" in message(lambda: federate(dataset, "iid", clients=4, permute_labels=True))
 
 
 def test_novel_clients_and_groups():
-    _, federation, _ = federate(DIGITS, "iid", clients=10, held_out=2, groups=3)
+    _, federation = federate(DIGITS, "iid", clients=10, held_out=2, groups=3)
     np.testing.assert_array_equal(federation.active, [True] * 8 + [False] * 2)
     np.testing.assert_array_equal(federation.groups, [0, 1, 2, 0, 1, 2, 0, 1, 2, 0])
 
@@ -284,9 +289,9 @@ def test_natural_clients_are_named_after_owners():
 
 def test_owners_of_both_sets_are_numbered_together():
     dataset = numbered(4, n_test=4, classes=1, owners=list("aabb"), owners_test=list("bbca"))
-    _, federation, portions = federate(dataset, "natural", clients=2, split="official")
+    data, federation = federate(dataset, "natural", clients=2, split="official")
     assert federation.owners == ("a", "b")
-    np.testing.assert_array_equal(portions.test.sum(1), [1, 2])
+    np.testing.assert_array_equal(data.test.size, [1, 2])
 
 
 def test_every_partition_works_with_a_hundred_classes():
@@ -295,6 +300,6 @@ def test_every_partition_works_with_a_hundred_classes():
     for name in PARTITIONS:
         small = {"examples": 12 if name == "listed" else 40}
         small = small if name in ("classes", "dominant", "listed") else {}
-        _, federation, _ = federate(dataset, name, clients=20, settings=small)
+        _, federation = federate(dataset, name, clients=20, settings=small)
         assert federation.clients == 20
         assert federation.counts.min() > 0

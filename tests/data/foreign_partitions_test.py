@@ -42,7 +42,7 @@ def test_examples_of_pfllib(tmp_path, capsys):
     settings = dict(word[9:].split("=") for word in text.split() if word.startswith("--config."))
     assert settings.pop("algorithm") == "fedavg"
     dataset, clients = data.load(settings.pop("dataset")), int(settings.pop("clients"))
-    examples, federation, _ = data.federate(dataset, clients=clients, **settings)
+    examples, federation = data.federate(dataset, clients=clients, **settings)
     assert federation.clients == 2
     for (part, client), expected in contents.items():
         split = examples.train if part == "train" else examples.test

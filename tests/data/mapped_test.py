@@ -31,7 +31,7 @@ def test_unread_examples_take_no_memory(tmp_path: Path):
     np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.uint8, shape)[7] = 9
     np.save(tmp_path / "y.npy", rng.integers(0, 5, n))
     tracemalloc.start()
-    examples, federation, _ = data.federate(data.load(f"npy:{tmp_path}"), "iid", **SHARES)
+    examples, federation = data.federate(data.load(f"npy:{tmp_path}"), "iid", **SHARES)
     _, peak = tracemalloc.get_traced_memory()
     part = cohort_data(examples, np.array([3]), 500, test=False)
     tracemalloc.stop()

@@ -39,7 +39,7 @@ def inputs(data):
 @pytest.mark.parametrize("ending", ["csv", "parquet", "lists.parquet"])
 def test_unix_seconds_stay_distinct(tmp_path, ending):
     dataset = load(table(tmp_path, ending))
-    data, federation, _ = federate(dataset, "iid", clients=2, test_fraction=0.2)
+    data, federation = federate(dataset, "iid", clients=2, test_fraction=0.2)
     assert data.x.dtype == np.float32
     x, rows = inputs(data)
     assert len(np.unique(x[:, 0])) == len(rows)
@@ -54,7 +54,7 @@ def test_normalisation_by_client_precedes_rounding(tmp_path):
     rows = "".join(f"{'ab'[i % 2]},{(i % 2) * 1.7e9 + i},{i % 3}\n" for i in range(80))
     (tmp_path / "far.csv").write_text(f"who,time,label\n{rows}")
     dataset = load(f"csv:{tmp_path / 'far.csv'}", owner="who", normalise="client")
-    data, _, _ = federate(dataset, "natural", clients=2, test_fraction=0.5)
+    data, _ = federate(dataset, "natural", clients=2, test_fraction=0.5)
     assert data.scale is None
     for i in range(2):
         train = data.x[data.train.rows[i, : data.train.size[i]]]
@@ -70,7 +70,7 @@ def test_windows_and_targets_keep_precision(tmp_path):
     rows = "".join(f"{t},{t}.5\n" for t in SECONDS)
     (tmp_path / "s.csv").write_text(f"time,next\n{rows}")
     dataset = load(f"windows:{tmp_path / 's.csv'}", label="next", length=2, stride=2)
-    data, federation, _ = federate(dataset, "iid", clients=1, split="official")
+    data, federation = federate(dataset, "iid", clients=1, split="official")
     train = data.train.rows[0, : data.train.size[0]]
     facts = federation.metadata
     x = data.x[train][:, :, 0].astype(np.float64) * facts["input_deviation"][0]

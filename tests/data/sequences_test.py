@@ -49,11 +49,11 @@ def test_text_by_file(tmp_path):
 def test_speeches_stay_integers_after_partition():
     dataset = load("speeches")
     assert (len(dataset.owner_names), dataset.x_train.shape[1]) == (12, 64)
-    data, federation, portions = federate(dataset, "natural", clients=12)
+    data, federation = federate(dataset, "natural", clients=12)
     assert (data.x.dtype, data.y.dtype, data.y.shape[1]) == (np.int32, np.int32, 64)
     assert federation.owners[0] == "CORIOLANUS"
     assert federation.outputs == len(federation.metadata["tokens"]) == 61
-    assert portions.train.shape == (12, 1)
+    assert federation.class_counts is None
     half = load("speeches", fraction=0.5)
     assert len(half.owner_names) == 6  # with all their examples
 
@@ -103,7 +103,7 @@ def test_leaf_images_keep_users_and_split(tmp_path):
     assert dataset.x_train.dtype == np.float32
     assert dataset.x_train[:, 0, 0, 0].tolist() == [0, 1, 1]
     assert dataset.owner_names[dataset.owner_train].tolist() == ["f1", "f1", "f0"]
-    data, federation, _ = federate(dataset, "natural", clients=2, split="official")
+    data, federation = federate(dataset, "natural", clients=2, split="official")
     assert federation.owners == ("f0", "f1")
     assert (data.train.size.tolist(), data.test.size.tolist()) == ([1, 2], [1, 1])
     assert data.y[data.test.rows[0, 0]] == 1
@@ -144,7 +144,7 @@ def test_windows_are_within_training_or_test_rows_of_one_owner(tmp_path):
     assert dataset.overlapping
     line = message(lambda: federate(dataset, "natural", clients=2))
     assert re.search(r"overlap.* use split=official", line)
-    data, _, _ = federate(dataset, "natural", clients=2, split="official")
+    data, _ = federate(dataset, "natural", clients=2, split="official")
     x = data.x[data.train.rows[:, :2]]
     np.testing.assert_allclose([x.mean(), x.std()], [0, 1], atol=1e-6)
     line = message(lambda: load(path, owner="who", label="next", length=30))
@@ -207,7 +207,7 @@ def test_tables_of_scikit_learn():
     assert diabetes.y_train[:3, 0].tolist() == [151, 75, 141]
     assert diabetes.normalise.targets
     assert not load("diabetes", normalise="none").normalise
-    data, federation, _ = federate(diabetes, "iid", clients=4)
+    data, federation = federate(diabetes, "iid", clients=4)
     assert 140 < federation.metadata["target_mean"][0] < 165
     assert abs(data.y.mean()) < 0.1
 

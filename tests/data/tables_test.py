@@ -80,7 +80,7 @@ def test_normalisation_uses_training_examples_of_active_clients(houses, tmp_path
     rows = "".join(f"{'ab'[i % 2]},{i},{7},{10 * i}\n" for i in range(40))
     path = written(tmp_path / "line.csv", f"who,x,same,y\n{rows}")
     dataset = load(path, owner="who", label="y", label_kind="number")
-    data, federation, _ = federate(dataset, "natural", clients=2, held_out=1, test_fraction=0.5)
+    data, federation = federate(dataset, "natural", clients=2, held_out=1, test_fraction=0.5)
     used = data.train.rows[0, : data.train.size[0]]  # of the only active client
     (mean, _), (deviation, _) = (federation.metadata[f"input_{k}"] for k in ("mean", "deviation"))
     x = data.x[:, 0].astype(np.float64) * deviation + mean
@@ -130,7 +130,7 @@ def test_a_saved_hugging_face_dataset_is_read_without_the_package(tmp_path, monk
     assert dataset.x_test[:, 2, 1, 2].tolist() == [20, 30]
     assert dataset.metadata["classes"] == ["cat", "dog"]
     assert dataset.owner_names[dataset.owner_train].tolist() == ["b", "a", "b", "a"]
-    data, _, _ = federate(dataset, "natural", clients=2, split="official")
+    data, _ = federate(dataset, "natural", clients=2, split="official")
     batch = take(data, np.array([3]), np.array([True]))
     np.testing.assert_allclose(batch.x, 30 / 255, rtol=1e-6)
     dataset = load(f"hf:{save(tmp_path / 'one', arrow())}", input="ids")

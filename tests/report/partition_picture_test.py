@@ -12,11 +12,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:matplotlib")
 
 
 def test_few_clients_are_bubbles_and_held_out_clients_are_red():
-    data, federation, portions = federate(load("digits"), "iid", clients=4, held_out=1)
+    data, federation = federate(load("digits"), "iid", clients=4, held_out=1)
     figure = draw_partition(data, federation)
     grid, side = figure.axes
     assert len(grid.collections[0].get_offsets()) == 40
-    assert str(portions.train.max()) in grid.get_title()
+    assert str(federation.class_counts.max()) in grid.get_title()
     widths = [bar.get_width() for bar in side.containers[0]]
     np.testing.assert_array_equal(widths, federation.counts)
     colours = [label.get_color() for label in grid.get_yticklabels()]
@@ -28,27 +28,27 @@ def test_few_clients_are_bubbles_and_held_out_clients_are_red():
 
 def test_many_clients_are_a_heat_map():
     dataset = load("synthetic", shape=(1,), examples=2000, test_examples=0)
-    data, federation, portions = federate(dataset, "iid", clients=200)
+    data, federation = federate(dataset, "iid", clients=200)
     figure = draw_partition(data, federation)
     assert "red" not in figure.get_label()
     image = figure.axes[0].images[0].get_array()
-    np.testing.assert_array_equal(image.filled(0), portions.train)
+    np.testing.assert_array_equal(image.filled(0), federation.class_counts)
 
 
 def test_domains_have_all_classes():
     dataset = arrays(np.zeros((40, 1)), np.arange(40) % 4)
-    data, federation, _ = federate(dataset, "domains", clients=2, settings={"domains": 2})
+    data, federation = federate(dataset, "domains", clients=2, settings={"domains": 2})
     assert len(draw_partition(data, federation).axes[0].get_xticks()) == 4
 
 
 def test_regression_has_ranges_of_the_target():
     """Each of the targets 0 to 19 falls into a separate range."""
     y = np.stack([np.arange(20.0), np.zeros(20)], -1)
-    data, federation, portions = federate(arrays(np.zeros((20, 1)), y), "iid", clients=2)
+    data, federation = federate(arrays(np.zeros((20, 1)), y), "iid", clients=2)
     figure = draw_partition(data, federation)
     (points,) = figure.axes[0].collections
     cells = {(int(x), int(client)) for x, client in np.asarray(points.get_offsets())}
-    assert len(cells) == portions.train.sum()
+    assert len(cells) == federation.counts.sum()
     for client in range(2):
         rows = np.asarray(data.train.rows)[client, : np.asarray(data.train.size)[client]]
         targets = {int(value) for value in np.asarray(data.y)[rows, 0]}
@@ -61,14 +61,12 @@ def test_regression_has_ranges_of_the_target():
 
 def test_very_many_clients_are_histograms(monkeypatch):
     monkeypatch.setattr(partition_picture, "_MAX_ROWS", 39)
-    data, federation, portions = federate(
-        load("digits"), "classes", clients=40, settings={"examples": 20}
-    )
+    data, federation = federate(load("digits"), "classes", clients=40, settings={"examples": 20})
     figure = draw_partition(data, federation)
     sizes, classes = figure.axes
     train, test = sizes.patches
     assert train.get_data().values.sum() == test.get_data().values.sum() == 40
-    (size,) = np.unique(portions.train.sum(1))
+    (size,) = np.unique(federation.counts)
     edges = train.get_data().edges
     (place,) = np.flatnonzero(train.get_data().values)
     assert edges[place] <= size < edges[place + 1]
