@@ -251,7 +251,7 @@ def tables(table: Table, places: Sequence[Place]) -> list[text_tables.Table]:
                 remark = ", ".join(sorted({plateau(run, table.reported) for run in runs}))
             table_rows = variants if place.plan.cell.row in table.variants else rows
             table_rows.append([place.plan.cell.row, *cells, _unfinished(place) or remark])
-        result.append(text_tables.Table(column, heads, rows, variants))
+        result.append(text_tables.Table(caption=column, heads=heads, rows=rows, variants=variants))
     return result
 
 

@@ -206,7 +206,7 @@ def comparison(
                 cell.verdict,
             ]
         )
-    return [text_tables.Table("", heads, lines, variants)]
+    return [text_tables.Table(caption="", heads=heads, rows=lines, variants=variants)]
 
 
 def not_run(

@@ -79,7 +79,7 @@ def run_in_processes(options: ProcessOptions) -> Iterator[None]:
         last_line, output = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
         pid = os.fork()
         if pid:
-            workers.append(Worker(number, pid, last_line, output))
+            workers.append(Worker(number=number, pid=pid, last_line=last_line, output=output))
             continue
         os.close(alive[1])
         threading.Thread(target=_end_with, args=(alive[0],), daemon=True).start()
@@ -262,14 +262,28 @@ def _wait_for(workers: Sequence[Worker]) -> list[End]:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in left:
             worker, code = left.pop(pid), os.waitstatus_to_exitcode(status)
-            ends.append(End(worker.number, code, _text(worker.last_line), _text(worker.output)))
+            ends.append(
+                End(
+                    number=worker.number,
+                    code=code,
+                    last_line=_text(worker.last_line),
+                    output=_text(worker.output),
+                )
+            )
             if code and deadline is None:
                 deadline = time.monotonic() + _GRACE
         elif deadline and time.monotonic() > deadline:
             for worker in left.values():
                 os.kill(worker.pid, signal.SIGKILL)
                 os.waitpid(worker.pid, 0)
-                ends.append(End(worker.number, GONE, "it waited for the others", ""))
+                ends.append(
+                    End(
+                        number=worker.number,
+                        code=GONE,
+                        last_line="it waited for the others",
+                        output="",
+                    )
+                )
             left.clear()
         else:
             time.sleep(0.05)

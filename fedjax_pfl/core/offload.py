@@ -52,7 +52,9 @@ class Offloaded:
 
     def put(self, ids: jax.Array, values: jax.Array) -> "Offloaded":
         """Returns the leaf with other rows to write."""
-        return Offloaded(self.source, self.k, self.shape, self.dtype, ids, values)
+        return Offloaded(
+            source=self.source, k=self.k, shape=self.shape, dtype=self.dtype, ids=ids, values=values
+        )
 
 
 def is_offloaded(leaf: Any) -> bool:

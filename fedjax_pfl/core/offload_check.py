@@ -19,12 +19,12 @@ def with_offloaded_shapes(rows: PyTree, names: Sequence[str], cohort_size: int) 
     ids = jax.ShapeDtypeStruct((cohort_size,), jnp.int32)
     offloaded = [
         offload.Offloaded(
-            no_source,
-            k,
-            x.shape,
-            x.dtype,
-            ids,
-            jax.ShapeDtypeStruct((cohort_size, *x.shape[1:]), x.dtype),
+            source=no_source,
+            k=k,
+            shape=x.shape,
+            dtype=x.dtype,
+            ids=ids,
+            values=jax.ShapeDtypeStruct((cohort_size, *x.shape[1:]), x.dtype),
         )
         for k, x in enumerate(leaves)
     ]

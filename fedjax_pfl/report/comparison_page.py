@@ -100,7 +100,9 @@ def _table(
         [[_label(row), *cells] for row, cells in rows if comparison.is_variant(row) is variant]
         for variant in (False, True)
     )
-    return Table(caption, heads, papers, variants, title, best)
+    return Table(
+        caption=caption, heads=heads, rows=papers, variants=variants, title=title, best=best
+    )
 
 
 def _extremes(rows: Sequence[Row], metric: Metric) -> list[Table]:

@@ -104,7 +104,7 @@ def table(name: str, column: Mapping[str, Any]) -> Table:
         [[method_labels.table_label(name), *_cells(line)] for name, line in part]
         for part in _papers_and_variants(column["methods"])
     )
-    return Table(caption, HEADS, papers, variants)
+    return Table(caption=caption, heads=HEADS, rows=papers, variants=variants)
 
 
 def _papers_and_variants(

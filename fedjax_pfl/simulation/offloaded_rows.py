@@ -89,7 +89,14 @@ class OffloadedRows:
         def leaf(k: int) -> offload.Offloaded:
             shape, dtype = rows.layout.shapes[k], rows.layout.dtypes[k]
             values = jnp.zeros((capacity, *shape), dtype)
-            return offload.Offloaded(source, k, (rows.clients, *shape), dtype, no_ids, values)
+            return offload.Offloaded(
+                source=source,
+                k=k,
+                shape=(rows.clients, *shape),
+                dtype=dtype,
+                ids=no_ids,
+                values=values,
+            )
 
         leaves = [leaf(k) for k in range(len(rows.layout.shapes))]
         return jax.tree.unflatten(rows.layout.structure, leaves)

@@ -244,7 +244,7 @@ class RowStore:
     def empty_copy(self) -> "RowStore":
         """Returns a store with the same first record in which nothing is written."""
         first = jax.tree.map(lambda leaf: leaf[0], self.layout.unpack(self.first))
-        return RowStore(first, self.clients, self.store, self.folder)
+        return RowStore(first=first, clients=self.clients, store=self.store, folder=self.folder)
 
 
 class ClientStore:

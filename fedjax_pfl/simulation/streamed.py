@@ -159,7 +159,7 @@ class StreamedProgram:
             return old.groups[source.g].layout.leaf(source.k, old.groups[source.g].first)[0]
 
         first = jax.tree.unflatten(structure, list(map(first_row, leaves)))
-        rows = RowStore(first, n, self.store, self.folder)
+        rows = RowStore(first=first, clients=n, store=self.store, folder=self.folder)
         written = np.zeros(0, np.int64)
         if any(leaf.all_rows is not None for leaf in leaves):
             written = np.arange(n)
@@ -188,7 +188,12 @@ class StreamedProgram:
         stores = []
         for tree in client_trees:
             first = trees.row(tree, 0)
-            rows = RowStore(first, self.spec.federation.clients, self.store, self.folder)
+            rows = RowStore(
+                first=first,
+                clients=self.spec.federation.clients,
+                store=self.store,
+                folder=self.folder,
+            )
             for ids in rows.blocks(np.arange(rows.clients)):
                 rows.put(ids, rows.layout.pack(trees.row(tree, ids)))
             stores.append(rows)

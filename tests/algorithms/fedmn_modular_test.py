@@ -20,7 +20,7 @@ def test_one_block_in_each_layer_is_the_plain_network():
     """Outputs and gradients are exactly equal."""
     encoder = LeNet(kernels=(2, 3), kernel_size=3, dense=())
     baseline = encoder.clone(outputs=3, dense=(7, 5))
-    modular = Modular(encoder, 3, (1, 1, 1), 7, 5, dropout=0.0)
+    modular = Modular(network=encoder, outputs=3, layout=(1, 1, 1), width=7, hidden=5, dropout=0.0)
     x = jax.random.normal(KEY, (6, 12, 12, 1))
     variables = jax.jit(modular.init)(KEY, x)
 
@@ -43,7 +43,9 @@ def test_one_block_in_each_layer_is_the_plain_network():
 @pytest.fixture(scope="module")
 def network():
     """Returns a network with two blocks in each of three layers, its variables, x and `apply`."""
-    modular = Modular(MLP(hidden=()), 3, LAYOUT, 4, 5, dropout=0.5)
+    modular = Modular(
+        network=MLP(hidden=()), outputs=3, layout=LAYOUT, width=4, hidden=5, dropout=0.5
+    )
     x = jax.random.normal(KEY, (6, 2))
     variables = modular.init(jax.random.key(1), x)
     return modular, variables, x, jax.jit(modular.apply)

@@ -136,7 +136,7 @@ def test_temperature_falls_exponentially():
 @pytest.fixture(scope="module")
 def routed():
     """Returns a router with non-initial BatchNorm statistics in φx, and client 3's data."""
-    network = router.Router(tiny.Net(), GATES, 4, 3)
+    network = router.Router(network=tiny.Net(), gates=GATES, x_size=4, y_size=3)
     variables = network.init(KEY, jnp.zeros((1, tiny.FEATURES)), jnp.zeros((1, tiny.CLASSES)))
     model_stats = jax.tree.map(lambda s: s + 0.3, variables["batch_stats"])
     return network, {**variables, "batch_stats": model_stats}, client_data(tiny.federated()[0], 3)

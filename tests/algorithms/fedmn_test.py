@@ -70,8 +70,8 @@ def test_the_routers_step_is_the_sum_over_a_rounds_batches():
     data = jax.device_get(data)
     rows = data.train.rows[: int(data.train.size)]
     x, y = data.x[rows], data.y[rows]
-    network = Modular(tiny.Net(), 3, LAYOUT, 4, 5, 0.0)
-    routing_network = router.Router(tiny.Net(), 10, 3, 2)
+    network = Modular(network=tiny.Net(), outputs=3, layout=LAYOUT, width=4, hidden=5, dropout=0.0)
+    routing_network = router.Router(network=tiny.Net(), gates=10, x_size=3, y_size=2)
 
     def loss(theta: Any, psi: Any, stats: Any) -> Any:
         variables = {"params": psi, "batch_stats": payload["batch_stats"]}

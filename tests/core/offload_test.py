@@ -34,7 +34,14 @@ def offloaded(source: Arrays, slots: int = 2) -> Any:
     return jax.tree.unflatten(
         form,
         [
-            offload.Offloaded(source, k, x.shape, x.dtype, none, jnp.zeros((slots, *x.shape[1:])))
+            offload.Offloaded(
+                source=source,
+                k=k,
+                shape=x.shape,
+                dtype=x.dtype,
+                ids=none,
+                values=jnp.zeros((slots, *x.shape[1:])),
+            )
             for k, x in enumerate(leaves)
         ],
     )

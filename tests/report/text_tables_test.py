@@ -4,12 +4,12 @@ from fedjax_pfl.report import text_tables
 from fedjax_pfl.report.text_tables import Table
 
 TABLE = Table(
-    "Accuracy in %",
-    ["before", "MB", "rounds"],
-    [["FedAvg", "81.20 ± 0.40", "1,200", "5"], ["a_b", "81.20 ± 3.00", "95.5", "9"]],
-    [["=Mine", "79.00", "–", "7"]],
-    "Results",
-    [1, -1, 0],
+    caption="Accuracy in %",
+    heads=["before", "MB", "rounds"],
+    rows=[["FedAvg", "81.20 ± 0.40", "1,200", "5"], ["a_b", "81.20 ± 3.00", "95.5", "9"]],
+    variants=[["=Mine", "79.00", "–", "7"]],
+    title="Results",
+    best=[1, -1, 0],
 )
 
 

@@ -41,7 +41,7 @@ def read(folder, saved):
         decoded,
         shapes,
         has_groups=True,
-        make=lambda first: RowStore(first, N, "disk", folder),
+        make=lambda first: RowStore(first=first, clients=N, store="disk", folder=folder),
     )
 
 

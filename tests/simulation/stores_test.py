@@ -36,7 +36,9 @@ def with_rows(arrays: Any, ids: list[int], *values: int) -> Any:
 
 @pytest.mark.parametrize("store", ["host", "disk"])
 def test_snapshot_keeps_its_rows_while_clients_change(store: str, tmp_path: Path):
-    clients = ClientStore([RowStore(FIRST, 5, store, tmp_path)], has_groups=False)
+    clients = ClientStore(
+        [RowStore(first=FIRST, clients=5, store=store, folder=tmp_path)], has_groups=False
+    )
     clients.write(0, np.array([3, 1]), rows(13, 11))
     initial = {"n": np.full(5, 2, np.int32), "w": np.tile(FIRST["w"], (5, 1))}
     expected = with_rows(initial, [3, 1], 13, 11)
@@ -69,7 +71,9 @@ def test_clients_without_arrays():
 
 @pytest.mark.parametrize("store", ["host", "disk"])
 def test_leaf_reads_a_part_of_each_record(store: str, tmp_path: Path):
-    clients = ClientStore([RowStore(FIRST, 5, store, tmp_path)], has_groups=False)
+    clients = ClientStore(
+        [RowStore(first=FIRST, clients=5, store=store, folder=tmp_path)], has_groups=False
+    )
     clients.write(0, np.array([3]), rows(13))
     best = clients.snapshot()
     clients.write(0, np.array([0, 3]), rows(20, 23))
@@ -82,4 +86,4 @@ def test_leaf_reads_a_part_of_each_record(store: str, tmp_path: Path):
 
 def test_missing_folder_is_an_error(tmp_path: Path):
     with pytest.raises(UsageError, match="gone was removed or moved during its run; put it back"):
-        RowStore(FIRST, 5, "disk", tmp_path / "gone")
+        RowStore(first=FIRST, clients=5, store="disk", folder=tmp_path / "gone")

@@ -71,8 +71,15 @@ def fedmn(
     sizes = {"width": width, "hidden": hidden, "x_size": x_size, "y_size": y_size}
     check_routing("fedmn", model, federation, layout, temperatures, dropout, **sizes)
     require_one_of("fedmn.gates", gates, ("soft", "hard"))
-    network = Modular(model, federation.outputs, layout, width, hidden, dropout)
-    network_of_router = Router(model, paths(layout), x_size, y_size)
+    network = Modular(
+        network=model,
+        outputs=federation.outputs,
+        layout=layout,
+        width=width,
+        hidden=hidden,
+        dropout=dropout,
+    )
+    network_of_router = Router(network=model, gates=paths(layout), x_size=x_size, y_size=y_size)
     return assemble(
         model,
         training,

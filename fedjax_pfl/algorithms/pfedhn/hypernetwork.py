@@ -90,7 +90,12 @@ def build_algorithm(
         raise UsageError(
             f"{name} leaves the last layer with the client, and this network has no other"
         )
-    network = hypernet.Hypernetwork(bodies, settings.width, settings.depth, settings.spectral_norm)
+    network = hypernet.Hypernetwork(
+        target=bodies,
+        width=settings.width,
+        depth=settings.depth,
+        spectral_norm=settings.spectral_norm,
+    )
 
     def generate(phi: PyTree, spectral: PyTree, v: jax.Array) -> Any:
         """Returns h(v; φ), the parameters of each network."""

@@ -104,7 +104,14 @@ def pfedla(
     check_layer_mixing(federation, layers.number, k, granularity, normalise, rate, sizes)
     mixing_candidates.check(n, candidates)
     train_model = model_trainer(model, federation.task, training)
-    network = LayerWeights(columns, layers.number, embedding, hidden, depth, normalise)
+    network = LayerWeights(
+        clients=columns,
+        layers=layers.number,
+        embedding=embedding,
+        hidden=hidden,
+        depth=depth,
+        normalise=normalise,
+    )
 
     def inputs(rows: ServerState, i: Any) -> MixingInputs:
         return mixing_candidates.select_models(rows.candidates, rows.theta, i, federation)
