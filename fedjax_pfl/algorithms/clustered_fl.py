@@ -92,7 +92,7 @@ def clustered_fl(
 
     The server stores `Clusters`; the rows are the cluster of each client, int [N]. Clients store
     the same as FedAvg. A phase starts from a global model, which becomes that of cluster 0, or from
-    a state of Clustered-FL. A client that never takes part is served cluster 0.
+    a state of Clustered-FL. A client that never takes part gets the model of cluster 0.
 
     Args:
       mean_below: ε₁, the norm of the mean update below which a cluster may split.

@@ -47,11 +47,13 @@ def ditto(
 ) -> Algorithm:
     """Creates Ditto. With λ = 0 it is Local.
 
-    The server stores the same as FedAvg, clients store `Client`. A client is served v_k.
+    The server stores the same as FedAvg, clients store `Client`. The personalised model
+    is the client's own v_k.
 
     Args:
-      penalty: λ, the weight of the distance between v_k and w.
-      own_epochs: Passes over a client's examples to train v_k. Unset: the same as for w_k.
+      penalty: λ, the weight of the distance between the client's own and the global model.
+      own_epochs: Passes over a client's examples to train its own model. Unset: the same as to
+        train the global model.
     """
     require_at_least("ditto.penalty", penalty, 0)
     require_at_least("ditto.own_epochs", own_epochs, 1)

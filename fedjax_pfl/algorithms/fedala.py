@@ -60,7 +60,9 @@ def fedala(
     share: float = 0.8,
     first_passes: int = 10,
 ) -> Algorithm:
-    """Creates FedALA. With η_W = 0 it is FedAvg.
+    """Creates FedALA: clients learn weights W between their own and the global model.
+
+    With η_W = 0 it is FedAvg.
 
     The server stores the same as FedAvg, clients store `Client`.
 

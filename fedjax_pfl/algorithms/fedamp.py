@@ -59,8 +59,8 @@ def fedamp(
 
     Args:
       attention: Similarity of models: cosine (HeurFedAMP), or distance (FedAMP).
-      sigma: σ; a larger value makes cosine sharper and distance wider.
-      self_weight: ξ_ii if attention is cosine.
+      sigma: σ, the scale of similarities; a larger value makes cosine sharper and distance wider.
+      self_weight: ξ_ii, the weight of a client's own model in its mixture if attention is cosine.
       alpha: α, which divides λ. If attention is distance it also scales the weights of others.
       penalty: λ, the weight of the distance between a client's model and its mixture.
     """

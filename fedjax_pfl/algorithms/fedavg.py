@@ -23,10 +23,10 @@ from fedjax_pfl.core.local_training import Training
 
 
 def fedavg(model: Any, training: Training, federation: Federation) -> Algorithm:
-    """Creates FedAvg: w ← Σ_k n_k w_k / Σ_k n_k over the clients that returned an update.
+    """Creates FedAvg: the server averages the models of the clients that returned an update.
 
-    The server stores the variables, BatchNorm statistics included. Clients store momentum if they
-    keep it.
+    The mean is weighted by training examples. The server stores the variables, BatchNorm statistics
+    included. Clients store momentum if they keep it.
     """
     train_model = model_trainer(model, federation.task, training)
 

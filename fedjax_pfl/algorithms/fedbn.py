@@ -18,7 +18,7 @@ from fedjax_pfl.networks import norm_layers
 
 
 def fedbn(model: Any, training: local_training.Training, federation: Federation) -> Algorithm:
-    """Creates FedBN: w ← Σ_k n_k w_k / Σ_k n_k, without scale, bias and statistics of BatchNorm.
+    """Creates FedBN: FedAvg in which scale, bias and statistics of BatchNorm stay on the client.
 
     A layer is a BatchNorm if it has batch statistics; its name does not matter.
     """

@@ -162,9 +162,6 @@ def fedcp(
     policy network Θ under `policy`. Clients store `Client`, with their personal head ω_i.
 
     Args:
-      model: A Flax network whose head is a Dense layer.
-      training: Local training.
-      federation: The clients.
       penalty: λ, the weight of the discrepancy (MMD) between the features of the body in training
         and of the downloaded body.
     """

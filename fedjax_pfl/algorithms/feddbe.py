@@ -103,11 +103,12 @@ def feddbe(
 ) -> Algorithm:
     """Creates FedDBE. Its first round is one of FedAvg.
 
-    The server stores the variables of θ, C as `mean`, and `known`, False until C exists. Clients
-    store `Client`.
+    The server stores the variables of the model, the common mean C of the features as `mean`, and
+    `known`, False until C exists. Clients store `Client`.
 
     Args:
-      penalty: κ, the weight of the distance between the mean features of a client and C.
+      penalty: κ, the weight of the distance between the mean features of a client and the common
+        mean C.
       mean_momentum: μ, the weight of the current batch in a client's mean features.
     """
     require_at_least("feddbe.penalty", penalty, 0)

@@ -49,10 +49,12 @@ def feddyn(
 ) -> Algorithm:
     """Creates FedDyn.
 
-    The server stores the variables w and, as `drift`, h, which is not sent. Clients store `Client`.
+    The server stores the variables of the model and, as `drift`, the mean h of the clients' linear
+    terms g_k, which is not sent. Clients store `Client`.
 
     Args:
-      alpha: α, the weight of the distance to w, and the step size of g_k and h.
+      alpha: α, the weight of the distance to the global model, and the step size of the linear
+        terms of clients and server.
     """
     require_above("feddyn.alpha", alpha, 0)
     base = fedavg(model, training, federation)

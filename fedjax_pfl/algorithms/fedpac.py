@@ -86,7 +86,8 @@ def fedpac(
 ) -> Algorithm:
     """Creates FedPAC, for classification.
 
-    The server stores φ and the prototypes; the rows are the heads ω_k; clients store `Momentum`.
+    The server stores the body and the prototypes, the mean features of each class. The rows are the
+    heads of the clients, which store `Momentum`.
 
     Args:
       penalty: λ, the weight of the distance between an example's features and its prototype.

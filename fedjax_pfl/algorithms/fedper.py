@@ -15,9 +15,10 @@ from fedjax_pfl.core.algorithm import Algorithm, Federation
 
 
 def fedper(model: Any, training: local_training.Training, federation: Federation) -> Algorithm:
-    """Creates FedPer: (φ, ω_i) ← local SGD on both; φ ← Σ_k n_k φ_k / Σ_k n_k.
+    """Creates FedPer: clients train body and head together, and the server averages the bodies.
 
-    The head ω_i stays on the client. BatchNorm belongs to the body φ, statistics included.
+    The mean is weighted by training examples. The head stays on the client. BatchNorm belongs to
+    the body, statistics included.
     """
     return partly_shared(model, training, federation, in_layers({model.head}))
 

@@ -84,7 +84,8 @@ def fedproto(
 ) -> Algorithm:
     """Creates FedProto. With λ = 0 clients train the same models as with Local.
 
-    The server stores the prototypes C and which classes have one; clients store the same as Local.
+    The server stores the prototypes, the mean features of each class, and which classes have one;
+    clients store the same as Local.
 
     Args:
       penalty: λ, the weight of the distance between an example's features and its prototype.

@@ -42,10 +42,10 @@ def fedrep(
     head_epochs: int = 10,
     head_steps: int | None = None,
 ) -> Algorithm:
-    """Creates FedRep: ω_i ← SGD on f(φ, ·); φ_i ← SGD on f(·, ω_i); φ ← Σ_k n_k φ_k / Σ_k n_k.
+    """Creates FedRep: clients train the head, then the body, and the server averages the bodies.
 
-    The server stores the body φ, BatchNorm included. Clients store the head ω_i, and momentum if
-    they keep it.
+    The mean is weighted by training examples. The server stores the body, BatchNorm included.
+    Clients store the head, and momentum if they keep it.
 
     Args:
       head_epochs: Passes over a client's examples to train its head. The body has `local_epochs`.

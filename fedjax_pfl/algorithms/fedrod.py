@@ -44,7 +44,10 @@ class Client(NamedTuple):
 
 
 def fedrod(model: Any, training: local_training.Training, federation: Federation) -> Algorithm:
-    """Creates FedRoD, for classification. The server stores φ and ω, clients store `Client`."""
+    """Creates FedRoD, for classification.
+
+    The server stores the body φ and the shared head ω, clients store `Client`.
+    """
     task = federation.task
     if not task.has_classes:
         raise UsageError("fedrod balances classes; choose a dataset with classes")

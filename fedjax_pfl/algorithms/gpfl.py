@@ -118,12 +118,13 @@ def gpfl(
 ) -> Algorithm:
     """Creates GPFL, for classification.
 
-    The server stores the variables of φ, with C and the layers of V as parameters `categories` and
-    `valve`. Clients store `Client`.
+    The server stores the variables of the body φ, with the class embeddings C and the layers of the
+    conditional valve V as parameters `categories` and `valve`. Clients store `Client`.
 
     Args:
-      penalty: λ, the weight of the distance between an example's features f^G and Ĉ_y.
-      decay: μ, the weight decay of V and C, in addition to `weight_decay`.
+      penalty: λ, the weight of the distance between an example's guided features and the embedding
+        of its class.
+      decay: μ, the weight decay of valve and embeddings, in addition to `weight_decay`.
     """
     require_at_least("gpfl.penalty", penalty, 0)
     require_at_least("gpfl.decay", decay, 0)

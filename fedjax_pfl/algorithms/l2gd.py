@@ -49,10 +49,11 @@ def l2gd(
 ) -> Algorithm:
     """Creates L2GD. With ρ = 0 it is Local, with ρ = 1 FedAvg with unweighted means.
 
-    The server stores x̄, clients store `Client`. A client is served x_i after the step towards x̄.
+    The server stores x̄, the mean of the clients' models; clients store `Client`. The personalised
+    model is the client's own x_i after the step towards x̄.
 
     Args:
-      pull: ρ, the share of x̄ in a client's model before local training, 0 to 1.
+      pull: ρ, the share of the mean model in a client's model before local training, 0 to 1.
     """
     require((pull >= 0) & (pull <= 1), f"l2gd.pull is {pull}; it is a share, 0 to 1")
     base = fedavg(model, training, federation)

@@ -22,9 +22,9 @@ def lg_fedavg(
     *,
     shared_layers: int = 1,
 ) -> Algorithm:
-    """Creates LG-FedAvg: (θ_i, w) ← local SGD on both; w ← Σ_k n_k w_k / Σ_k n_k.
+    """Creates LG-FedAvg: clients train all layers, and the server averages the last ones.
 
-    The early layers θ_i stay on the client.
+    The mean is weighted by training examples. The early layers stay on the client.
 
     Args:
       shared_layers: Number of the last layers that are averaged. A BatchNorm is not counted; it

@@ -88,16 +88,16 @@ def per_fedavg(
     alpha: float = 0.01,
     delta: float = 1e-2,
 ) -> Algorithm:
-    """Creates Per-FedAvg: clients step along the direction, w ← w − β · direction, then FedAvg.
+    """Creates Per-FedAvg: clients step along the meta-gradient; the server averages the models.
 
-    A client is served w − α∇f(w; B).
+    The personalised model is the global model w after one gradient step on a batch of the client.
 
     Args:
       variant: fo ignores the curvature, hf estimates it from a difference of gradients.
       alpha: α, the learning rate of the step from the global to a client's model. `learning_rate`
         is β.
-      delta: δ, half the width of the difference of hf, relative to g. With much smaller values
-        float32 rounding dominates.
+      delta: δ, half the width of the difference of hf, relative to the gradient. With much smaller
+        values float32 rounding dominates.
     """
     task = federation.task
     require_one_of("per_fedavg.variant", variant, VARIANTS)

@@ -51,11 +51,12 @@ def pfedgraph(
 ) -> Algorithm:
     """Creates pFedGraph. α near 0 with λ = 0 gives Local, a large α gives FedAvg.
 
-    The server stores θ⁰; the rows are u_i, the model of each client; clients store their momentum
-    if it is kept.
+    The server stores the initial model θ⁰; the rows are u_i, the mixture sent to each client.
+    Clients store their momentum if it is kept.
 
     Args:
-      alpha: α, the weight of the distance between w_i and p. A small α follows similarity.
+      alpha: α, the weight of the distance between a client's mixing weights and the shares of
+        examples. A small α follows similarity.
       penalty: λ, the weight of the cosine between a client's model and the model it was sent.
     """
     require_above("pfedgraph.alpha", alpha, 0)

@@ -44,16 +44,16 @@ def pfedme(
     inner_rate: float = 0.05,
     beta: float = 1.0,
 ) -> Algorithm:
-    """Creates pFedMe: θ minimises f(θ) + λ/2 ‖θ − w‖² for each client's w; w is averaged.
+    """Creates pFedMe: a client's model θ minimises its loss + λ/2 ‖θ − w‖² around the global w.
 
     Server and clients store the same as FedAvg. θ is not stored: `personalize` trains it from the
     current w.
 
     Args:
-      penalty: λ, the weight of the distance between θ and w.
-      inner_steps: K, the steps of θ on each batch.
+      penalty: λ, the weight of the distance between the client's and the global model.
+      inner_steps: K, the steps of the client's model on each batch.
       inner_rate: η_p, the learning rate of these steps. `learning_rate` is η.
-      beta: β, the share of the clients' mean in the new w; 1 replaces w by the mean.
+      beta: β, the share of the clients' mean in the new global model; 1 replaces it by the mean.
     """
     require_above("pfedme.penalty", penalty, 0)
     require_above("pfedme.inner_rate", inner_rate, 0)

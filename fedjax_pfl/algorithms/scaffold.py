@@ -52,11 +52,12 @@ def scaffold(
 ) -> Algorithm:
     """Creates SCAFFOLD.
 
-    The server stores the variables x and, as `control`, c; clients download both and store
-    `Client`.
+    The server stores the variables of the model and, as `control`, its control variate; clients
+    download both and store `Client`.
 
     Args:
-      server_rate: η_g, the learning rate of the server; 1 replaces x by the mean of the y_k.
+      server_rate: η_g, the learning rate of the server; 1 replaces the model by the mean of the
+        clients' models.
     """
     require_above("scaffold.server_rate", server_rate, 0)
     base = fedavg(model, training, federation)

@@ -115,7 +115,7 @@ def map_clients(f: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
 
 
 def _read(leaves: Sequence[Offloaded], ids: jax.Array) -> list[jax.Array]:
-    """Returns rows of the leaves, with one host call per source."""
+    """Returns rows `ids` of each leaf, [*ids.shape, ...], with one host call per source."""
     rows: dict[int, jax.Array] = {}
     for source in dict.fromkeys(leaf.source for leaf in leaves):
         numbers = [j for j, leaf in enumerate(leaves) if leaf.source is source]

@@ -117,7 +117,10 @@ def decode(content: bytes, max_bytes: int, check: schema.Check | None = None) ->
 
 
 def response_facts(request: Message) -> dict[str, Any]:
-    """Returns the facts that a response repeats, so that it belongs to one request only."""
+    """Returns the facts that a response repeats, so that it belongs to one request only.
+
+    These are kind, run, client and round of the request, and its digest as `request`.
+    """
     names = [name for name in ("kind", "run", "client", "round") if name in request.facts]
     return {**{name: request.facts[name] for name in names}, "request": request.digest}
 

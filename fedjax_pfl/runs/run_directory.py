@@ -243,7 +243,7 @@ def write_provenance(directory: Path) -> None:
 
 
 def _commit() -> dict[str, str]:
-    """Returns the commit of this library if it runs from its own checkout."""
+    """Returns the field `commit` if this library runs from its own checkout, else {}."""
     file = Path(__file__)
     lines = []
     for arguments in (

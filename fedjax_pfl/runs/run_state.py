@@ -157,7 +157,7 @@ def record_evaluation(
 def _diagnostics(
     experiment: Experiment, sweep_run: SweepRun, current: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
-    """Returns the diagnostics of an evaluation, as its line in metrics.jsonl holds them."""
+    """Returns the fields of `diagnostics.Reading` for an evaluation, or {} if there are none."""
     at, phase = sweep_run.at, experiment.phases[sweep_run.at.phase]
     method = METHODS.get(phase.config.algorithm)
     if method is None or not method.diagnostics:

@@ -210,9 +210,9 @@ def present(gates: jax.Array, layout: Layout, trimmed: bool = False) -> list[jax
 
 
 def active(gates: jax.Array, layout: Layout, trimmed: bool = False) -> jax.Array:
-    """Returns a_m of section II-E, bool: the blocks behind the encoders that a client holds.
+    """Returns the blocks behind the encoders that a client holds, bool [blocks].
 
-    If `trimmed` the encoders come first: see `present`.
+    This is a_m of section II-E. If `trimmed` the encoders come first: see `present`.
     """
     layers = present(gates, layout, trimmed)
     return jnp.concatenate([layer[0] for layer in layers[0 if trimmed else 1 :]])

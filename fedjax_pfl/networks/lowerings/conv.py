@@ -299,7 +299,7 @@ def _depthwise_forward(x: jax.Array, k: jax.Array, strides: tuple[int, int]) -> 
 def _views(
     x: jax.Array, k: jax.Array, strides: tuple[int, int]
 ) -> Iterator[tuple[int, int, jax.Array]]:
-    """Yields the inputs that every kernel position (i, j) is multiplied with."""
+    """Yields (i, j, the inputs [B, h, w, C] that kernel position (i, j) is multiplied with)."""
     oh, ow = _outputs(x, k, strides)
     for i, row in enumerate(shifts(x, 1, k.shape[0], strides[0], oh)):
         for j, view in enumerate(shifts(row, 2, k.shape[1], strides[1], ow)):
