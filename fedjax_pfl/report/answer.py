@@ -32,39 +32,43 @@ def section(run: Run, reference_runs: Mapping[str, Run], picture: Picture | None
       picture: Figure of `draw`.
     """
     title, details = "Did it help?", ""
-    best = _best(run, reference_runs)
+    comparable = references.comparable(run, reference_runs)
+    best = _best(run, comparable)
     if best is not None:
         intro = references.STAGES["before"]
         comparisons = references.stage_sentence(run, best, reference_runs[best], "before", intro)
-        note = references.settings_note(run, reference_runs[best])
-        sentences = [f"{_verdict(run, reference_runs[best])}{comparisons}{note}"]
+        sentences = [f"{_verdict(run, reference_runs[best])}{comparisons}"]
+    else:
+        sentences = [_stages_sentence(run.metrics)]
+        if run.config.get("algorithm") in references.METHODS:
+            title = "Did local training help?"
+        elif reference_runs and not comparable:
+            sentences.append(references.no_verdict_note(run, reference_runs))
+        else:
+            sentences.append(
+                "There is no finished run of Local or FedAvg on the same data, split, seed and "
+                "network to compare with. The setting reference=true runs both."
+            )
+    if reference_runs:
         lines = [references.sentence(run, name, other) for name, other in reference_runs.items()]
         items = "\n".join(f"<p>{html.escape(line)}</p>" for line in lines)
         details = (
             f"<details>\n<summary>Each reference run, before and after local training</summary>\n"
             f"{items}\n</details>"
         )
-    else:
-        sentences = [_stages_sentence(run.metrics)]
-        if run.config.get("algorithm") in references.METHODS:
-            title = "Did local training help?"
-        else:
-            sentences.append(
-                "There is no finished run of Local or FedAvg on the same data, split, seed and "
-                "network to compare with. The setting reference=true runs both."
-            )
     text = "\n".join(f"<p>{html.escape(sentence)}</p>" for sentence in sentences)
     block = "" if picture is None else figure_block(picture, "answer")
     return f'<section class="answer">\n<h2>{title}</h2>\n{text}\n{block}\n{details}\n</section>'
 
 
 def draw(run: Run, reference_runs: Mapping[str, Run]) -> Picture | None:
-    """Draws the gain of each client over the best reference run, sorted.
+    """Draws the gain of each client over the best comparable reference run, sorted.
 
-    Without a reference run, draws the gain by local training. Returns None if no client has both
+    Without one, draws the gain by local training. Returns None if no client has both
     scores.
     """
-    metric, best = metric_of(run.metrics), _best(run, reference_runs)
+    metric = metric_of(run.metrics)
+    best = _best(run, references.comparable(run, reference_runs))
     column = f"before_{metric.name}"
     rows = {row["client"]: row for row in run.clients if row.get("active")}
     if best is None:

@@ -27,21 +27,21 @@ def is_variant(name: str) -> bool:
 
 def pictures(config: Mapping[str, Any]) -> dict[str, Picture]:
     """Returns titles and captions of the arrays that the methods of all phases expose."""
-    names = [str(phase.get("algorithm")) for phase in _phases(config)]
+    names = [str(phase.get("algorithm")) for phase in phases(config)]
     tables = [METHODS[name].pictures for name in names if name in METHODS]
     return {name: picture for table in tables for name, picture in table.items()}
 
 
 def diagnostics(config: Mapping[str, Any]) -> Mapping[str, Diagnostic]:
     """Returns the diagnostics of the run's last method; a user-defined method has none."""
-    *_, last = _phases(config)
+    *_, last = phases(config)
     name = str(last.get("algorithm"))
     return METHODS[name].diagnostics if name in METHODS else {}
 
 
 def label(config: Mapping[str, Any]) -> str:
     """Returns title and origin of a run's method, or of its methods in the order of phases."""
-    names = [str(phase.get("algorithm", "?")) for phase in _phases(config)]
+    names = [str(phase.get("algorithm", "?")) for phase in phases(config)]
     labels = [METHODS[n].label if n in METHODS else f"{n}, a method of your own" for n in names]
     return ", then ".join(dict.fromkeys(labels))
 
@@ -54,7 +54,7 @@ def changes(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]
       defaults: All settings at their defaults; a method that they lack is left out.
     """
     changed: dict[str, None] = {}
-    for phase in _phases(config):
+    for phase in phases(config):
         name = str(phase.get("algorithm"))
         settings, method_defaults = phase.get(name, {}), defaults.get(name, {})
         pairs = [
@@ -94,7 +94,7 @@ def _value_text(value: Any) -> str:
     return "unset" if value is None else str(value).replace(" ", "")
 
 
-def _phases(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def phases(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yields the settings of each phase: the run's settings with the phase's changes."""
     single: tuple[Mapping[str, Any], ...] = ({},)
     for phase in config.get("phases") or single:

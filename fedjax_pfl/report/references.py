@@ -16,12 +16,15 @@ from fedjax_pfl.report.html_page import flatten
 from fedjax_pfl.report.numbers import format_p, format_score, metric_of, number
 from fedjax_pfl.report.run_reader import Run
 from fedjax_pfl.settings.configuration import Registry
-from fedjax_pfl.settings.general import settings_with
+from fedjax_pfl.settings.general import SETTING_GROUPS, settings_with
+from fedjax_pfl.transforms import SETTINGS as TRANSFORM_SETTINGS
 
 METHODS = {name: method_labels.table_label(name) for name in ("fedavg", "local")}
 FOLDER = "reference"  # in a run directory
 _MAX_DIRECTORIES = 2000  # to search
 _MAX_LISTED = 4  # settings in a message
+# Settings of the method, or without effect on what is trained.
+_IGNORED = {"algorithm", "phases", *TRANSFORM_SETTINGS, *SETTING_GROUPS["Evaluation"]}
 STAGES = {"before": "As served", "after": "After one more local training"}
 
 
@@ -103,7 +106,7 @@ def find(run: Run) -> dict[str, Run]:
             reference = comparison.read(path)
         except UsageError:
             continue  # damaged, or nothing to compare yet
-        distance = len(different_settings(settings, reference_settings))
+        distance = len(training_differences(run, reference))
         is_comparable = reference.finished and reference.examples == run.examples
         if is_comparable and (method not in best or distance < best[method][0]):
             best[method] = distance, reference
@@ -148,18 +151,54 @@ def sentence(run: Run, name: str, reference: Run) -> str:
     return f"{' '.join(filter(None, parts))}{settings_note(run, reference)}"
 
 
+def comparable(run: Run, reference_runs: Mapping[str, Run]) -> dict[str, Run]:
+    """Returns the reference runs that differ from a run in its method only, by label."""
+    return {
+        name: other
+        for name, other in reference_runs.items()
+        if not training_differences(run, other)
+    }
+
+
 def settings_note(run: Run, reference: Run) -> str:
     """Returns a sentence about the other settings in which two runs differ, or ""."""
-    defaults = run_reader.default_settings()
-    settings, reference_settings = (
-        comparison.result_settings(r.config, defaults) for r in (run, reference)
+    differing = training_differences(run, reference)
+    return f" The two runs also differ in {_listed(differing)}." if differing else ""
+
+
+def no_verdict_note(run: Run, reference_runs: Mapping[str, Run]) -> str:
+    """Returns why reference runs with other settings give no verdict, and what to do."""
+    differences = "; ".join(
+        f"that of {name} ({reference.directory.name}) differs in "
+        f"{_listed(training_differences(run, reference))}"
+        for name, reference in reference_runs.items()
     )
-    differing = different_settings(settings, reference_settings)
-    if not differing:
-        return ""
-    count = len(differing) - _MAX_LISTED
+    return (
+        "There is no finished run of Local or FedAvg with the same settings: "
+        f"{differences}. The setting reference=true trains both with this run's settings."
+    )
+
+
+def training_differences(run: Run, reference: Run) -> list[str]:
+    """Returns the settings in which two runs differ, except those of the method.
+
+    A run of several phases counts as one of the last phase's settings with the rounds of all, as
+    the setting `reference` trains it.
+    """
+    defaults, settings = run_reader.default_settings(), []
+    for config in (run.config, reference.config):
+        phases = list(method_labels.phases(comparison.result_settings(config, defaults)))
+        rounds = sum(phase.get("rounds") or 0 for phase in phases)
+        settings.append({**phases[-1], "rounds": rounds})
+    differing = different_settings(settings[0], settings[1])
+    return [key for key in differing if key.split(".")[0] not in _IGNORED]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Returns the first names, and the number of the others."""
+    count = len(names) - _MAX_LISTED
     suffix = f" and {count} more" if count > 0 else ""
-    return f" The two runs also differ in {', '.join(differing[:_MAX_LISTED])}{suffix}."
+    return f"{', '.join(names[:_MAX_LISTED])}{suffix}"
 
 
 def stage_sentence(run: Run, name: str, reference: Run, stage: str, intro: str) -> str:

@@ -66,6 +66,18 @@ def named_runs(run: run_reader.Run) -> dict[str, run_reader.Run]:
     return references.same_work(run, references.read_finished(directories))
 
 
+def report_outdated(run: run_reader.Run) -> bool:
+    """Returns True if a run has no report, or one written before a reference run finished."""
+    report = run.directory / run_reader.REPORT
+    if not report.exists():
+        return True
+    from fedjax_pfl.report import references
+
+    written = report.stat().st_mtime_ns
+    neighbours = references.find(run).values()
+    return any((r.directory / run_reader.REPORT).stat().st_mtime_ns > written for r in neighbours)
+
+
 def missing_runs(
     run: run_reader.Run, settings: ConfigDict, registry: configuration.Registry
 ) -> dict[Path, ConfigDict]:
@@ -75,7 +87,7 @@ def missing_runs(
     """
     from fedjax_pfl.report import references
 
-    existing = {**references.find(run), **named_runs(run)}
+    existing = references.comparable(run, references.find(run)) | named_runs(run)
     return {
         run.directory / references.FOLDER / method: _reference(settings, method, registry)
         for method, name in references.METHODS.items()

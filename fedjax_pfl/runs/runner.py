@@ -242,7 +242,7 @@ def _execute(
             run_directory.write_clients(sweep_run.directory, result.clients)
             run_directory.write_confusion(sweep_run.directory, result.confusion)
             run_directory.write_traffic(sweep_run.directory, result.ledger)
-            if not (sweep_run.directory / "report.html").exists():
+            if reference_runs.report_outdated(run_record(result)):
                 write_report(result)
     multiprocess.agree("done")
     return results

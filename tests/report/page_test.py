@@ -331,8 +331,15 @@ def test_report_compares_with_reference_runs_on_the_same_data(tmp_path):
     assert page.count(">FedAvg</text>") == page.count(">Local</text>") == 2  # of the two curves
     assert "also differ" not in page
     (tmp_path / "a" / "config.json").write_text(json.dumps(work("fedavg", learning_rate=0.5)))
-    shutil.rmtree(tmp_path / "run" / "reference")  # FedAvg is now the best reference run
-    assert report.write(run).read_text().count("The two runs also differ in learning_rate.") == 2
+    text = html.unescape(report.write(run).read_text())
+    assert text.count("The two runs also differ in learning_rate.") == 1  # in the list
+    shutil.rmtree(tmp_path / "run" / "reference")  # the only reference run has other settings
+    text = html.unescape(report.write(run).read_text())
+    assert "that of FedAvg (a) differs in learning_rate. The setting reference=true" in text
+    assert not re.search(r"<p>(Yes|No|Not clearly)\. ", text)
+    assert "Gain of each client by local training" in text
+    assert "(60.00 % against 40.00 %" in text
+    assert "FedAvg" not in references.comparable(run, references.find(run))
 
 
 def test_without_reference_runs_the_page_says_how_to_add_them(tmp_path):

@@ -1,6 +1,7 @@
 """Tests of progress messages, of models that are not finite, and of reference runs."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -141,10 +142,19 @@ def test_reference_runs(tmp_path, monkeypatch, write_page):
     # A second run in the same folder shares the references of the first.
     second = fedjax_pfl.run({**config, "algorithm": "fedper"}, tmp_path / "other")
     assert not (second.directory / "reference").exists()
-    # The setting names a reference elsewhere; a finished run gets a new report.
     monkeypatch.setattr(report, "write", write_page)
+    # A repeated run gets a new report only after a reference run has finished.
+    page, reference = result.directory / "report.html", runs["Local"].directory / "report.html"
+    config["reference"] = False
+    for seconds, is_new in ((-1, False), (1, True)):
+        page.write_text("old")
+        os.utime(reference, ns=(0, page.stat().st_mtime_ns + seconds * 10**9))
+        os.utime(runs["FedAvg"].directory / "report.html", (0, 0))
+        fedjax_pfl.run(config, tmp_path / "run")
+        assert (page.read_text() != "old") == is_new
+    # The setting names a reference elsewhere; a finished run gets a new report.
     path, directory = result.directory / "reference" / "local", tmp_path / "away" / "alone"
-    config = {**config, "algorithm": "fedper", "reference": False}
+    config = {**config, "algorithm": "fedper"}
 
     def report_with(reference):
         result = fedjax_pfl.run({**config, "reference_runs": reference}, directory)
