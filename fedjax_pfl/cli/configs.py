@@ -99,10 +99,9 @@ def check_keys(arguments: Sequence[str]) -> None:
             continue
         level, prefix = defaults, ""
         for word in path.removeprefix("config.").split("."):
-            names = list(level) if isinstance(level, ConfigDict) else []
-            key = word.partition("[")[0]
-            if key not in names:
-                hint = configuration.suggestion(key, names, f"{prefix}{{}}") if names else ""
+            is_group, key = isinstance(level, ConfigDict), word.partition("[")[0]
+            if not is_group or key not in level:
+                hint = configuration.setting_hint(key, level, prefix) if is_group else ""
                 raise UsageError(f"there is no setting {prefix}{key}{hint}")
             level, prefix = level[key], f"{prefix}{key}."
 

@@ -145,6 +145,24 @@ def suggestion(word: Any, names: Iterable[Any], template: str = "{}") -> str:
     return f"; the nearest of {len(by_lower)} are {first}, {second} and {third}"
 
 
+def setting_hint(key: Any, config: ConfigDict, prefix: str = "") -> str:
+    """Returns the end of an error message about an unknown setting: a hint at existing ones.
+
+    `prefix` is the path of `config` in the whole configuration, such as "pfedla.".
+    """
+    if not prefix and key in _ALIASES:
+        return f"; did you mean {_ALIASES[key]}?"
+    owners = [name for name, v in config.items() if isinstance(v, ConfigDict) and key in v]
+    if owners:
+        selected = [config.get(kind) for kind in Registry._fields]
+        owner = next((name for name in owners if name in selected), owners[0])
+        return (
+            f"; groups with {key} are {', '.join(owners)}: write {prefix}{owner}.{key}, in Python "
+            f"{{{owner!r}: {{{key!r}: VALUE}}}}"
+        )
+    return suggestion(key, config.keys(), f"{prefix}{{}}")
+
+
 def complete(changes: Mapping[str, Any], registry: Registry = BUILTINS) -> ConfigDict:
     """Returns the defaults with changes; raises UsageError for an unknown setting."""
     config = default(registry)
@@ -165,10 +183,8 @@ def override(config: ConfigDict, changes: Mapping[str, Any], prefix: str = "") -
             group, _, last = str(key).partition(".")
             if isinstance(config.get(group), ConfigDict):  # a dotted name, as on the command line
                 hint = f"; write {{{group!r}: {{{last!r}: {value!r}}}}}"
-            elif not prefix and key in _ALIASES:
-                hint = f"; did you mean {_ALIASES[key]}?"
             else:
-                hint = suggestion(key, config.keys(), f"{prefix}{{}}")
+                hint = setting_hint(key, config, prefix)
             raise UsageError(f"there is no setting {prefix}{key}{hint}")
         if isinstance(config[key], ConfigDict):
             if not isinstance(value, Mapping):

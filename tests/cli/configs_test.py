@@ -66,6 +66,7 @@ def test_user_files_and_other_arguments_stay(arguments, tmp_path, monkeypatch):
         ("--config.clientz=3", "there is no setting clientz; did you mean clients?"),
         ("-config.clientz=3", "there is no setting clientz; did you mean clients?"),
         ("--config.pfedla.rat=1", "there is no setting pfedla.rat; did you mean pfedla.rate?"),
+        ("--config.lr=0.1", "there is no setting lr; did you mean learning_rate?"),
         ("--config.clients.x=3", "there is no setting clients.x"),
         ("--config.phase[0].rounds=3", "there is no setting phase; did you mean phases?"),
         ("--config.zzzzzzz", "there is no setting zzzzzzz; the nearest of "),

@@ -31,6 +31,10 @@ from tests.settings.configuration_test import built, message
         ({"algorithm": "zzzzz"}, ["'zzzzz'", "the nearest of"]),
         ({"lr": 1}, ["no setting lr; did you mean learning_rate?"]),
         ({"num_clients": 1}, ["no setting num_clients; did you mean clients?"]),
+        (
+            {"partition": "dirichlet", "alpha": 0.3},
+            ["clusters, dirichlet,", "write dirichlet.alpha", "{'dirichlet': {'alpha': VALUE}}"],
+        ),
         ({77: 2}, ["there is no setting 77; the nearest of"]),
         ({"conv": "blobs"}, ["'blobs'", "did you mean blocks?"]),
         # Wrong types.
