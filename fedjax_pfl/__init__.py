@@ -67,6 +67,7 @@ from fedjax_pfl.data import arrays, datasets
 from fedjax_pfl.data.partition import PartitionedData, partition
 from fedjax_pfl.runs.runner import Result, run, run_all
 from fedjax_pfl.simulation.devices import prepare_devices
+from fedjax_pfl.simulation.saving import restore, save
 from fedjax_pfl.simulation.simulation import Evaluation, RoundLog, Simulation
 
 __version__ = "0.1.0"
@@ -124,8 +125,10 @@ __all__ = [
     "pfedme",
     "pfedpara",
     "prepare_devices",
+    "restore",
     "run",
     "run_all",
+    "save",
     "scaffold",
     "testing",
     "transforms",

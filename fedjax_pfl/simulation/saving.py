@@ -1,0 +1,81 @@
+"""Saves a state to a file and restores it, bit for bit."""
+
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedjax_pfl.core.errors import UsageError, first_line
+
+
+def save(path: str | os.PathLike[str], state: Any) -> None:
+    """Writes a tree of arrays, such as the state of a `Simulation`, to one .npz file.
+
+    The file is complete or absent: an interrupted call keeps the previous one.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(f"{folder}/state.npz", {"rounds": np.arange(3)})
+    ...     restore(f"{folder}/state.npz", like={"rounds": np.zeros(3, int)})["rounds"]
+    array([0, 1, 2])
+    """
+    arrays = {name: np.asarray(leaf) for name, leaf in _named_leaves(state).items()}
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.partial")
+    with open(partial, "wb") as file:
+        # NumPy's files cannot name dtypes such as bfloat16, so bytes are stored.
+        np.savez(
+            file, allow_pickle=False, **{name: _as_bytes(array) for name, array in arrays.items()}
+        )
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def restore(path: str | os.PathLike[str], like: Any) -> Any:
+    """Reads a tree that `save` wrote.
+
+    Args:
+      path: The file.
+      like: A tree with the same structure, shapes and dtypes, such as `simulation.init()`.
+
+    Returns:
+      The saved tree, with NumPy arrays.
+    """
+    leaves = _named_leaves(like)
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            stored = {name: file[name] for name in file.files}
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or first_line(error)}") from None
+    except (ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        raise UsageError(f"{path} is damaged: {first_line(error)}") from None
+    if different := sorted(stored.keys() ^ leaves.keys()):
+        owner = path if different[0] in stored else "the tree `like`"
+        raise UsageError(
+            f"{path} was saved from another method or network: only {owner} has {different[0]}"
+        )
+    arrays = []
+    for name, leaf in leaves.items():
+        shape, dtype = np.shape(leaf), np.asarray(leaf).dtype
+        if stored[name].shape != (*shape, dtype.itemsize):
+            raise UsageError(
+                f"{path} was saved from another method or network: {name} does not have the shape "
+                f"{list(shape)} and dtype {dtype}"
+            )
+        arrays.append(stored[name].reshape(-1).view(dtype).reshape(shape))
+    return jax.tree.unflatten(jax.tree.structure(like), arrays)
+
+
+def _named_leaves(tree: Any) -> dict[str, Any]:
+    """Returns the arrays of a tree by their paths, such as ".server['params']['fc1']['bias']"."""
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def _as_bytes(array: np.ndarray) -> np.ndarray:
+    """Returns the bytes of an array, uint8 [*shape, bytes of an element]."""
+    contiguous = np.ascontiguousarray(array).reshape(-1)
+    return contiguous.view(np.uint8).reshape(*array.shape, array.dtype.itemsize)

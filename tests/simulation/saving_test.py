@@ -1,0 +1,48 @@
+"""Tests of `save` and `restore`."""
+
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fedjax_pfl as pfl
+from tests.commands import message
+
+
+def test_a_restored_simulation_goes_on_bit_for_bit(tmp_path: Path):
+    data = pfl.partition(pfl.datasets.digits(), "classes", clients=3, per_client=2, examples=20)
+    method = pfl.fedper(pfl.networks.MLP(outputs=10), pfl.local_sgd(0.1, steps=1), data.federation)
+    simulation = pfl.Simulation(method, data)
+    state, _ = simulation.run_round(simulation.init(), 0)
+    pfl.save(tmp_path / "state.npz", state)
+    expected, _ = simulation.run_round(state, 1)
+    restored = pfl.restore(tmp_path / "state.npz", like=simulation.init())
+    actual, _ = simulation.run_round(restored, 1)
+    chex.assert_trees_all_equal(actual, expected)
+    assert [path.name for path in tmp_path.iterdir()] == ["state.npz"]
+
+
+def test_dtypes_and_damaged_files(tmp_path: Path):
+    path = tmp_path / "tree.npz"
+    tree = {
+        "half": jnp.array([1.5, -0.0], jnp.bfloat16),
+        "scalar": np.int32(7),
+        "nan": np.float32([[np.nan], [np.inf]]),
+        "empty": np.zeros((0, 3), np.float32),
+        "flags": np.array([True, False]),
+    }
+    pfl.save(path, tree)
+    restored = pfl.restore(path, like=jax.tree.map(jnp.zeros_like, tree))
+    for name, leaf in tree.items():
+        assert restored[name].dtype == jnp.asarray(leaf).dtype
+        assert restored[name].tobytes() == np.asarray(leaf).tobytes()
+    line = message(pfl.restore, path, {**tree, "scalar": np.zeros(2, np.int32)})
+    assert "['scalar'] does not have the shape [2] and dtype int32" in line
+    assert "only the tree `like` has ['more']" in message(pfl.restore, path, {**tree, "more": 1})
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+    assert "is damaged" in message(pfl.restore, path, tree)
+    assert "No such file" in message(pfl.restore, tmp_path / "none.npz", tree)
