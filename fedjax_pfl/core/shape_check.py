@@ -230,6 +230,23 @@ def _check_metrics(name: str, metrics: Any) -> None:
             )
 
 
+def check_outputs(
+    name: str, algorithm: Algorithm, federation: Federation, data: FederatedData
+) -> None:
+    """Raises UsageError if a personalised model lacks an output for a class or target.
+
+    The arguments are those of `check_shapes`.
+    """
+    key, number = jax.eval_shape(jax.random.key, 0), jax.ShapeDtypeStruct((), jnp.int32)
+    ctx = ClientContext(i=number, data=jax.eval_shape(client_data, data, number), t=number, key=key)
+    state = jax.eval_shape(as_grouped(algorithm).init, key)
+    for member, clients in zip(group_algorithms(algorithm), state.clients, strict=True):
+        client = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), clients)
+        server_state = state._replace(clients=())
+        variables = jax.eval_shape(member.personalize, server_state, client, ctx)
+        _check_outputs(name, member, variables, federation)
+
+
 def _check_outputs(
     name: str, algorithm: Algorithm, variables: PyTree, federation: Federation
 ) -> None:

@@ -22,6 +22,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.groups import group_algorithms
 from fedjax_pfl.core.randomness import PERSONAL, stage_key
+from fedjax_pfl.core.shape_check import check_outputs
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.core.trees import row
 from fedjax_pfl.simulation import execution_plan, metrics, records
@@ -128,6 +129,7 @@ class Simulation:
         self._folder = None if folder is None else Path(folder)
         self._programs: dict[int, DeviceProgram | StreamedProgram] = {}
         self._program(1)  # reports mistakes in the arguments now
+        check_outputs("the method", method, self.federation, self.examples)
 
     def __repr__(self) -> str:
         """Returns one line on the size of the simulation."""

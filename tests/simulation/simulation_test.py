@@ -167,6 +167,14 @@ def test_invalid_arguments_of_a_simulation(function, arguments, settings, line, 
     assert line in message(call)
 
 
+def test_a_network_with_the_wrong_number_of_outputs_is_refused(data):
+    outputs = data.federation.outputs
+    network = pfl.networks.MLP(outputs=outputs + 1)
+    method = pfl.fedavg(network, pfl.local_sgd(), data.federation)
+    line = message(lambda: Simulation(method, data))
+    assert f"[2, {outputs + 1}] for 2 examples; it must return [2, {outputs}]" in line
+
+
 @pytest.mark.parametrize(
     ("function", "line"),
     [
