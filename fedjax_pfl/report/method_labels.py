@@ -12,7 +12,12 @@ from fedjax_pfl.settings.configuration import Registry
 from fedjax_pfl.settings.general import SETTING_GROUPS
 
 # Settings of every run that change how a method trains.
-_TRAINING = (*SETTING_GROUPS["Local training"], "zero_head", *transforms.SETTINGS)
+_TRAINING = (
+    *SETTING_GROUPS["Clients and rounds"],
+    *SETTING_GROUPS["Local training"],
+    "zero_head",
+    *transforms.SETTINGS,
+)
 
 
 def table_label(name: str) -> str:

@@ -26,9 +26,10 @@ def describe(plan: Plan, cohort: int, devices: int) -> str:
     devices = min(devices, cohort)
     place = f"each of {devices} devices" if devices > 1 else "one device"
     clients = f"{cohort} client" + "s" * (cohort > 1)
+    lowering = "chosen per layer" if plan.conv == "auto" else f"by {plan.conv}"
     return (
         f"{clients} a round, {min(plan.chunk, -(-cohort // devices))} at a time on {place}, "
-        f"convolutions by {plan.conv}"
+        f"convolutions {lowering}"
     )
 
 

@@ -42,8 +42,8 @@ def test_label_of_several_phases():
 
 
 def test_changes_hold_settings_of_method_and_training():
-    unused = {"fedprox": {"mu": 3.0}, "rounds": 7, "clients": 12}
-    training = {"local_epochs": 5, "learning_rate": 0.05, "keep_head": True}
+    unused = {"fedprox": {"mu": 3.0}, "fraction": 0.5}
+    training = {"rounds": 7, "local_epochs": 5, "learning_rate": 0.05, "keep_head": True}
     config = read(algorithm="ditto", ditto={"penalty": 2.0}, **training, **unused)
     expected = [f"{name}={value}" for name, value in training.items()]
     assert method_labels.changes(config, DEFAULTS) == ["ditto.penalty=2.0", *expected]
@@ -93,4 +93,6 @@ def test_page_head_has_origin_and_changes(tmp_path, monkeypatch):
     assert "<title>Ditto (variant of this library) on digits</title>" in text
     facts = text[text.index('<p class="facts">') :].partition("</p>")[0]
     assert ">Ditto, variant of this library (of FedAvg) · " in facts
-    assert facts.endswith(" · changed from the defaults: ditto.penalty=2.0, momentum=0.5")
+    assert facts.endswith(
+        " · changed from the defaults: ditto.penalty=2.0, clients=4, rounds=10, momentum=0.5"
+    )

@@ -89,7 +89,7 @@ def test_several_runs_on_several_cpu_devices_need_jax_0_12(processes, set_device
 
 def test_plans_are_described_in_one_line():
     assert execution_plan.describe(Plan("auto", 8), 10, 2) == (
-        "10 clients a round, 5 at a time on each of 2 devices, convolutions by auto"
+        "10 clients a round, 5 at a time on each of 2 devices, convolutions chosen per layer"
     )
     assert execution_plan.describe(Plan("xla", 4), 1, 8) == (
         "1 client a round, 1 at a time on one device, convolutions by xla"
