@@ -95,8 +95,8 @@ def read_fl_bench(folder: Path) -> Partition:
             raise UsageError(f"{path}: client {i} has examples that are not among the {len(y)}")
         if not len(parts["train"]):
             raise UsageError(
-                f"{path}: client {i} has no training examples, as with --split=user; use "
-                "--split=sample"
+                f"{path}: client {i} has no training examples, as in FL-bench's split by "
+                "users; divide the data by samples"
             )
     rows_of = {
         "train": [np.append(parts["train"], parts["val"]) for parts in indices],

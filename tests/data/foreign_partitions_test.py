@@ -178,8 +178,6 @@ def test_damaged_folders_are_refused(tmp_path):
     )
     content["data_indices"][1] = {"train": [], "val": [], "test": [3]}
     path.write_bytes(pickle.dumps(content))
-    assert "no training examples, as with --split=user" in message(
-        foreign_partitions.read, path.parent
-    )
+    assert "no training examples, as in FL-bench" in message(foreign_partitions.read, path.parent)
     path.write_bytes(pickle.dumps([1]))
     assert "is no partition of FL-bench" in message(foreign_partitions.read, path.parent)
