@@ -54,7 +54,7 @@ class Client(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """M networks as one network, whose outputs are log-probabilities."""
+    """M networks as one network, whose outputs are log-probabilities of their mixture."""
 
     network: Any
 

@@ -94,11 +94,14 @@ class Valved:
 
 
 class Guided(NamedTuple):
-    """A network for training that returns (outputs, f^G, C)."""
+    """The network for training. It returns (outputs, f^G, C), and updated collections.
+
+    The parameters include V as `valve` and C as `categories`.
+    """
 
     network: Any
-    g: jax.Array
-    p: jax.Array  # p_i
+    g: jax.Array  # [d]; the global condition
+    p: jax.Array  # [d]; the client's condition p_i
 
     def apply(self, variables: PyTree, x: jax.Array, **options: Any) -> Any:
         """Returns the three outputs, and the collections that training updates."""

@@ -35,16 +35,19 @@ class FederatedData(NamedTuple):
 
 
 class ClientData(NamedTuple):
-    """Examples that a client's code may read: all but its test examples."""
+    """The fields of `FederatedData` for one client, without its test examples.
 
-    x: Array
-    y: Array
-    train: Split
+    Code of a client reads only its own rows of `x` and `y`, which hold the examples of all clients.
+    """
+
+    x: Array  # [examples, ...]
+    y: Array  # [examples, ...]
+    train: Split  # the client's rows of x and y
     validation: Split
-    scale: Array | None
+    scale: Array | None  # as in `FederatedData`, the same for all clients
     shift: Array | None
-    label_map: Array | None
-    classes: Array | None
+    label_map: Array | None  # int32 [stored classes]
+    classes: Array | None  # bool [outputs]
 
 
 class Batch(NamedTuple):

@@ -198,7 +198,11 @@ def split_variables(variables: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def gradient(model: Any, task: Task, data: ClientData) -> Gradient:
-    """Returns the gradient function of the task's mean loss over the examples of a batch."""
+    """Returns a function (params, non_params, batch, key) -> ((loss, new non_params), gradient).
+
+    The loss is the task's mean over the examples of the batch; padding does not count. The model
+    runs in training mode, with examples augmented if the task does so.
+    """
 
     def loss(params: PyTree, non_params: PyTree, batch: Batch, key: jax.Array) -> Any:
         x = batch.x if task.augment is None else task.augment(batch.x, jax.random.fold_in(key, 1))

@@ -69,7 +69,14 @@ def check_reads(
 
 
 def check_writes(method: str, receive: Callable[..., Any], state: State, cohort: PyTree) -> None:
-    """Raises UsageError if `receive` replaces offloaded rows other than by `Cohort.put`."""
+    """Raises UsageError if `receive` replaces offloaded rows other than by `Cohort.put`.
+
+    Args:
+      method: Name of the method, for the message.
+      receive: `Algorithm.receive`. It is traced and not run.
+      state: The state before the round.
+      cohort: A `Cohort`; shapes and dtypes are enough.
+    """
     _, rows = jax.eval_shape(receive, state, cohort)
     if len(offload.offloaded_leaves(rows)) != len(offload.offloaded_leaves(state.rows)):
         raise UsageError(f"{method}: receive replaces offloaded rows; write them with cohort.put")

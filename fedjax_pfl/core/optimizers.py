@@ -160,6 +160,7 @@ def _cosine_decay(end: float, warmup: float) -> optax.Schedule:
 
 
 def _exponential_decay(end: float, warmup: float) -> optax.Schedule:
+    """Returns progress -> end ** progress, without warm-up; raises UsageError if `end` is 0."""
     if end == 0:
         raise UsageError(
             "schedule_end is 0, which exponential_decay never reaches; choose a larger value, or "

@@ -76,7 +76,8 @@ def tokens(outputs: int = 0) -> Task:
 def multilabel(outputs: int = 0) -> Task:
     """Mean sigmoid cross-entropy over the labels of an example; fraction of correct labels.
 
-    Labels are bool [B, L]. Optional metrics: macro_f1 and auroc, means over labels.
+    Outputs are logits [B, L], labels bool [B, L]. Optional metrics: macro_f1 and auroc, means over
+    labels. `outputs` has no effect; all tasks accept it.
     """
     del outputs
 

@@ -138,7 +138,7 @@ def _check(folder: Path, partition: Partition) -> Partition:
 
 
 def _labels(path: Path, values: Any) -> np.ndarray:
-    """Returns labels as int32 [n]."""
+    """Returns labels as int32 [n]; raises UsageError, with the path, if they are not integers."""
     y = np.asarray(values)
     if y.ndim != 1 or (len(y) and not (np.isfinite(y).all() and np.all(y == y.astype(np.int32)))):
         raise UsageError(f"{path}: labels are not one integer for each example")

@@ -79,7 +79,14 @@ def _find_images(name: str, folder: Path, levels: int) -> list[Path]:
 
 
 def _read_image(name: str, file: Path, size: int, mode: str) -> np.ndarray:
-    """Returns the pixels of an image of the dataset `name`, or raises UsageError."""
+    """Returns an image resized to uint8 [size, size, channels], or raises UsageError.
+
+    Args:
+      name: Name of the dataset, for the message.
+      file: Path of the image.
+      size: Height and width.
+      mode: Pillow's mode to convert to.
+    """
     try:
         return pixels(file, mode, size)
     except ValueError as error:

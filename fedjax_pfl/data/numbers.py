@@ -35,8 +35,8 @@ def rows_by_id(ids: np.ndarray, n: int) -> list[np.ndarray]:
 def moments(values: np.ndarray, rows: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Returns mean and standard deviation over all axes except the last, both float64 [features].
 
-    `rows` are the examples of `values` [examples, ..., features] to use; None: all. A deviation
-    that is only rounding error is set to 0.
+    `rows` are the indices of the examples of `values` [examples, ..., features] to use; None: all.
+    A deviation that is only rounding error is set to 0.
     """
     step = rows_per_chunk(values)
 

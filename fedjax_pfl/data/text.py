@@ -104,7 +104,10 @@ def characters(texts: Iterable[str]) -> str:
 
 
 def encode(content: str, vocabulary: str) -> np.ndarray:
-    """Returns tokens, int32 [len(content)]: 1 + index in the vocabulary, or 0 if not in it."""
+    """Returns tokens, int32 [len(content)]: 1 + index in the vocabulary, or 0 if not in it.
+
+    The vocabulary is sorted, as returned by `characters`.
+    """
     codes, points = (np.frombuffer(s.encode("utf-32-le"), np.uint32) for s in (vocabulary, content))
     place = np.searchsorted(codes, points)
     in_vocabulary = codes[np.minimum(place, len(codes) - 1)] == points

@@ -133,6 +133,7 @@ class Factorized(Reparametrised):
         return (inputs * f, outputs * g) if self.layout == "mixed" else (f * g, inputs * outputs)
 
     def factors(self, key: jax.Array, shape: tuple[int, ...]) -> dict[str, jax.Array]:
+        """Returns random u and v, and μ = 0 if `bias` is set."""
         rows, columns = self._matrix_shape(shape)
         u_key, v_key = jax.random.split(key)
         xavier = nn.initializers.xavier_uniform()
@@ -140,6 +141,7 @@ class Factorized(Reparametrised):
         return factors | ({"mu": jnp.zeros((rows, columns))} if self.bias else {})
 
     def kernel(self, factors: dict[str, jax.Array], shape: tuple[int, ...]) -> jax.Array:
+        """Computes π(u vᵀ + μ)."""
         matrix = jnp.matmul(factors["u"], factors["v"].T, precision="highest")
         if self.bias:
             matrix += factors["mu"]
@@ -163,6 +165,7 @@ class SplitKernels(Factorized):
     head_keeps_kernel = True
 
     def initial_factors(self, key: jax.Array, kernel: jax.Array) -> dict[str, jax.Array]:
+        """Returns u and v of the largest singular value of the kernel, and the remainder μ."""
         matrix = kernel.reshape(self._matrix_shape(kernel.shape))
         u, scale, v = jnp.linalg.svd(matrix, full_matrices=False)
         root = jnp.sqrt(scale[0])
@@ -205,6 +208,7 @@ class Hadamard(Reparametrised):
         return max(min_rank, round((1 - self.gamma) * min_rank + self.gamma * max_rank))
 
     def factors(self, key: jax.Array, shape: tuple[int, ...]) -> dict[str, jax.Array]:
+        """Returns random yi, xi and, for a convolution, ti, with i in {1, 2}."""
         *window, inputs, outputs = shape
         r, area = self.rank(shape), math.prod(window)
         factors = {}
@@ -219,6 +223,8 @@ class Hadamard(Reparametrised):
         return factors
 
     def kernel(self, factors: dict[str, jax.Array], shape: tuple[int, ...]) -> jax.Array:
+        """Computes W1 ⊙ (W2 + 1)."""
+
         def low_rank(i: int) -> jax.Array:
             x, y = factors[f"x{i}"], factors[f"y{i}"]
             if len(shape) == 2:

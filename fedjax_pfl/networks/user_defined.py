@@ -123,6 +123,7 @@ class LinenNetwork(UserNetwork):
         return self.definition
 
     def init(self, key: jax.Array, x: jax.Array) -> dict[str, PyTree]:
+        """Returns initial variables; only `params` and `batch_stats` are allowed."""
         keys = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         variables = meta.unbox(unfreeze(self.definition.init(keys, x, **self._flags(False))))
         for collection in variables:
@@ -143,6 +144,8 @@ class LinenNetwork(UserNetwork):
         rngs: Mapping[str, jax.Array] | None = None,
         mutable: Any = False,
     ) -> Any:
+        """Applies the module; sets the mask of BatchNorm and the lowering of convolutions."""
+
         def intercept(call: Any, arguments: Any, options: Any, context: Any) -> Any:
             layer, is_call = context.module, context.method_name == "__call__"
             no_mask = options.get("mask") is None

@@ -83,6 +83,10 @@ class NnxNetwork(UserNetwork):
         rngs: Mapping[str, jax.Array] | None = None,
         mutable: Any = False,
     ) -> Any:
+        """Applies the module; sets the mask of BatchNorm and the lowering of convolutions.
+
+        Raises an error if the module uses random numbers in evaluation.
+        """
         structure, parts = self._structure
         dropout_key = rngs["dropout"] if rngs else jax.random.key(0)
         state, random_states = {}, []

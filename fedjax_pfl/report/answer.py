@@ -24,7 +24,10 @@ _MARKERS = {"better": "^", "worse": "v", "equal": "o"}
 
 
 def section(run: Run, reference_runs: Mapping[str, Run], picture: Picture | None) -> str:
-    """Returns the section as HTML.
+    """Returns the section as HTML: its title is "Did it help?" or "Did local training help?".
+
+    A run is compared with the best comparable reference run. If there is none, its scores before
+    and after local training are compared.
 
     Args:
       run: The run.

@@ -46,7 +46,8 @@ class _Scores(NamedTuple):
 def draw(clients: Sequence[Mapping[str, Any]], metric: Metric) -> drawing.Picture | None:
     """Draws the final scores of clients.
 
-    Few clients are pairs of points, more are points by size, and many are a histogram.
+    Few clients are pairs of points, before and after local training. More are points by number of
+    training examples, and many are a histogram.
 
     Returns None if no client has a score.
 

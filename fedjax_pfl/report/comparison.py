@@ -145,7 +145,7 @@ def is_variant(row: Row) -> bool:
 
 
 def unfinished(row: Row) -> str:
-    """Returns the unfinished runs of a row and their last rounds as text, or ""."""
+    """Returns text such as "seed 1 unfinished, round 40" for a row's unfinished runs, or ""."""
     return ", ".join(
         f"seed {run.seed} " * (len(row.runs) > 1) + f"unfinished, round {run.metrics[-1]['round']}"
         for run in row.runs

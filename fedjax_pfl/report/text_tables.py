@@ -155,7 +155,7 @@ def _value(cell: str) -> float | None:
 
 
 def as_csv(table: Table) -> str:
-    """Returns the cells of a table as CSV, with this library's variants last."""
+    """Returns the cells of a table as CSV; rows of this library's variants come last."""
     buffer = io.StringIO()
     csv.writer(buffer, lineterminator="\n").writerows(
         map(csv_tables.escaped, row) for row in [["", *table.heads], *table.all_rows]

@@ -308,6 +308,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _safetensors() -> Any:
+    """Returns the module safetensors.numpy; raises UsageError if it is not installed."""
     try:
         import safetensors.numpy
     except ImportError:

@@ -103,7 +103,8 @@ class PhaseInputs:
     def count_confusion(self) -> bool:
         """Returns True if evaluations count confusion matrices.
 
-        They do not if clients number the classes differently.
+        The task must have classes, which all clients number alike. Neither the classes nor the
+        entries of all clients' matrices may be too many.
         """
         clients, classes = self.federation.clients, self.federation.outputs
         return (

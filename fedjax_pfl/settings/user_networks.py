@@ -26,7 +26,10 @@ def object_name(component: Any) -> str:
 
 
 def user_network(name: str, network: Any, digest: str) -> Callable[..., UserNetwork]:
-    """Returns a factory (*, outputs, settings) -> UserNetwork.
+    """Returns a factory (*, outputs, **settings) -> UserNetwork.
+
+    The settings are the arguments of the network. Those with a default of a plain type are in the
+    factory's signature.
 
     Args:
       name: Name of the network in the configuration.
@@ -108,7 +111,10 @@ def _check_module(name: str, module: Any, kind: type) -> Any:
 
 
 def _signature(name: str, network: Any) -> tuple[set[str], Mapping[str, Any]]:
-    """Returns the names that a network accepts, and its settings with their defaults."""
+    """Returns the arguments that a network accepts, and its settings with their defaults.
+
+    Settings are the arguments of a plain type that the library does not pass itself.
+    """
     defaults: dict[str, Any] = {}
     empty = inspect.Parameter.empty
     if isinstance(network, nn.Module):

@@ -48,7 +48,7 @@ class Requirement(NamedTuple):
 class Capacity(NamedTuple):
     """Bytes that a machine has; infinite if unknown."""
 
-    device: float
+    device: float  # of each device
     host: float
     disk: float
     has_device_memory: bool  # False if devices use host memory

@@ -159,7 +159,9 @@ def _sgd(value_of: Callable[[str], Any]) -> optax.GradientTransformation:
 def _adaptive(
     second_moment: Callable[..., jax.Array], default_b1: float = 0.9
 ) -> Callable[..., optax.GradientTransformation]:
-    """Returns a factory of an adaptive optimiser with the settings of the server.
+    """Returns a function value_of -> adaptive optimiser of the server.
+
+    `value_of` returns the value of a setting, given its name, such as server_learning_rate.
 
     Args:
       second_moment: (v, Δ², β2) -> the new v.

@@ -84,7 +84,10 @@ class WithLogits(NamedTuple):
     sample: Callable[[jax.Array], jax.Array]  # logits [E] -> gates [E]; its noise is fixed
 
     def apply(self, variables: Any, x: jax.Array, **options: Any) -> Any:
-        """Applies the network as a module does."""
+        """Applies the network with gates sampled from the logits, and passes on `options`.
+
+        Returns the outputs, and also the updated collections if `mutable` is among the options.
+        """
         params = dict(variables["params"])
         gates = self.sample(params.pop("logits"))
         return self.network.apply({**variables, "params": params}, x, gates, **options)
@@ -92,7 +95,7 @@ class WithLogits(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Routed:
-    """The network with its gates as a variable."""
+    """The network for evaluation, with its gates, [E], as the variable `gates`."""
 
     network: Modular
 

@@ -275,7 +275,7 @@ def _value_axis(axes: Axes, setting: str, values: Sequence[float]) -> None:
 
 
 def page(results: Results, lines: Sequence[str], picture: Picture | None) -> str:
-    """Returns the HTML page with heading and notes (`lines`), all results and their picture."""
+    """Returns the HTML page: `lines` as paragraphs, tables of all results, and the picture."""
     blocks = [f"<p>{html.escape(line)}</p>" for line in lines]
     for table in tables(results):
         rows = [[_breakable(label), *cells] for label, *cells in table.rows]
