@@ -29,23 +29,23 @@ class State(NamedTuple):
 class ClientContext(NamedTuple):
     """One client in one round."""
 
-    i: Any  # client id
-    data: ClientData | Any  # training and validation examples; None in functions of the server
-    t: Any  # round
-    key: Any  # random key: a function of (seed, stage, round, client)
+    i: Any  # client id, int32 []
+    data: ClientData | Any  # training and validation examples; None in `send`
+    t: Any  # round, int32 []
+    key: Any  # random key of this client, this round and this function of the method
 
 
 class ClientResult(NamedTuple):
     """Result of a client's local training."""
 
     upload: PyTree  # sent to the server
-    variables: PyTree  # the trained model, as it is evaluated
-    client: PyTree  # new client-side state
-    metrics: dict[str, jax.Array]  # scalars; `loss` is required
+    variables: PyTree  # the trained model, as `Algorithm.predict` takes it
+    client: PyTree  # new client-side state of this client
+    metrics: dict[str, jax.Array]  # scalars by name; `loss`, the training loss, is required
 
 
 class Cohort(NamedTuple):
-    """Results of all sampled clients of a round, stacked on axis 0.
+    """Results of the K sampled clients of a round, stacked on axis 0.
 
     The slot of an absent client has an id out of range and weight 0, so writes skip it. Its payload
     and upload are undefined; `mean` and `put` ignore them.
@@ -54,16 +54,16 @@ class Cohort(NamedTuple):
     ids: jax.Array  # int32 [K]: client ids
     arrived: jax.Array  # bool [K]: the client's update is accepted
     weights: jax.Array  # float32 [K]: number of training examples n_k
-    payloads: PyTree
-    uploads: PyTree
+    payloads: PyTree  # downloads, leaves [K, ...]
+    uploads: PyTree  # leaves [K, ...]
     t: Any  # round
 
     def mean(self, tree: PyTree, old: PyTree, weights: jax.Array | None = None) -> PyTree:
         """Computes Σ_k w_k x_k / Σ_k w_k over the clients that arrived.
 
         Args:
-          tree: Stacked like the uploads.
-          old: Returned if all weights are 0.
+          tree: Leaves x of shape [K, ...], such as the uploads.
+          old: Tree of leaves [...]; returned if all weights are 0 or no client arrived.
           weights: Array of shape [K], float or bool. Default: numbers of examples n_k.
         """
         share = jnp.asarray(self.weights if weights is None else weights, jnp.float32)
@@ -73,7 +73,7 @@ class Cohort(NamedTuple):
         return trees.where(any_weight, mean, old)
 
     def put(self, rows: PyTree, values: PyTree) -> PyTree:
-        """Returns rows in which the clients that arrived have the stacked `values`."""
+        """Returns `rows` [N, ...] with `values` [K, ...] written for the clients that arrived."""
 
         def write(_: Any, all_rows: PyTree) -> PyTree:
             return trees.put(all_rows, self.ids, values)
@@ -83,7 +83,7 @@ class Cohort(NamedTuple):
         return jax.lax.fori_loop(0, self.arrived.any().astype(jnp.int32), write, rows)
 
     def present(self, tree: PyTree) -> PyTree:
-        """Returns a tree stacked like the uploads with zeros for absent clients."""
+        """Returns a tree, leaves [K, ...], with zeros in the slots of absent clients."""
         return trees.where(self.arrived, tree, jax.tree.map(jnp.zeros_like, tree))
 
 
@@ -98,12 +98,12 @@ class Federation(NamedTuple):
     validation_counts: np.ndarray | None = None  # int [N]: validation examples of each client
     # int [N, stored classes]: `counts` by class; None without classes or in a deployment
     class_counts: np.ndarray | None = None
-    owners: tuple[str, ...] | None = None  # name of each client's owner, if examples have owners
+    owners: tuple[str, ...] | None = None  # name of each client in the dataset, such as a writer
     input_dtype: str = "float32"  # int32 for tokens
-    positions: tuple[int, ...] = ()  # (T,) if each of T positions has `outputs` of its own
+    positions: tuple[int, ...] = ()  # (T,) if a model returns [B, T, outputs]; () for [B, outputs]
     task: Task = classification()  # loss and metrics
 
-    # Names of columns, classes and characters, as plain data
+    # Names of columns, classes and characters, as plain data; None if the data have no names
     metadata: Mapping[str, Any] | None = None
 
     @property
@@ -112,24 +112,24 @@ class Federation(NamedTuple):
         return len(self.counts)
 
     def examples(self, n: int = 1) -> jax.Array:
-        """Returns a batch of `n` zero examples for initialising a network."""
+        """Returns `n` zero examples, [n, *input_shape], for initialising a network."""
         return jnp.zeros((n, *self.input_shape), self.input_dtype)
 
 
 class Traffic(NamedTuple):
-    """Bytes that one client transfers in one round, by layer name."""
+    """Bytes that one client transfers in one round: int or int32 [] by layer name."""
 
     down: dict[str, Any]  # download
     up: dict[str, Any]  # upload
 
 
 def full_traffic(payload: PyTree, upload: PyTree) -> Traffic:
-    """Counts every byte of the payload and of the upload (the default)."""
+    """Counts all bytes of the payload as download and of the upload as upload (the default)."""
     return Traffic(down=trees.bytes_per_layer(payload), up=trees.bytes_per_layer(upload))
 
 
 def no_observations(state: State) -> dict[str, jax.Array]:
-    """Exposes nothing (the default)."""
+    """Returns {}: no arrays to record (the default `Algorithm.observe`)."""
     del state
     return {}
 

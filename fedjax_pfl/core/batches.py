@@ -13,15 +13,15 @@ _ALWAYS_PADDED = 1024
 
 
 def random_order(key: jax.Array, longest: int, count: jax.Array) -> jax.Array:
-    """Returns a random permutation of 0..count-1, followed by padding, of shape [longest].
+    """Returns a random permutation of 0..count-1, followed by count..longest-1 as padding.
 
-    The permutation does not depend on `longest`.
+    The shape is int32 [longest]. The permutation does not depend on `longest`.
     """
     return jnp.argsort(_random_ranks(key, longest, count))
 
 
 def _random_ranks(key: jax.Array, longest: int, count: jax.Array) -> jax.Array:
-    """Returns random numbers of shape [longest]; padding has the highest."""
+    """Returns random sort keys [longest]; those from index `count` on are the highest."""
     return jnp.where(jnp.arange(longest) < count, jax.random.uniform(key, (longest,)), 2.0)
 
 
@@ -30,7 +30,7 @@ def sample_positions(
 ) -> tuple[jax.Array, jax.Array]:
     """Samples `size` of 0..count-1 without replacement: the start of `random_order`, unsorted.
 
-    Returns positions [size] and a mask [size] that is False for padding if count < size.
+    Returns int32 positions [size] and a bool mask [size], False for padding if count < size.
     """
     _, first = jax.lax.top_k(-_random_ranks(key, longest, count), min(size, longest))
     return jnp.pad(first, (0, max(size - longest, 0))), jnp.arange(size) < count
@@ -45,13 +45,13 @@ def padded_size(batch_size: int, longest: int) -> int:
 
     Args:
       batch_size: Examples of a gradient step.
-      longest: The most training examples that a client has.
+      longest: Number of training examples of the client that has most.
     """
     return min(batch_size, max(longest, _ALWAYS_PADDED))
 
 
 def sample_batch(data: ClientData, split: Split, size: int, key: jax.Array) -> Batch:
-    """Samples a batch without replacement.
+    """Samples a batch of a split without replacement, padded to `padded_size` rows.
 
     Args:
       data: Data of the client.
@@ -70,9 +70,9 @@ def sum_batches(
     """Computes the sum of f(batch) over consecutive batches of a split.
 
     Args:
-      f: batch -> tree of arrays.
+      f: batch -> tree of arrays. It must ignore padding, where `batch.mask` is False.
       data: Data of the client.
-      split: The split to read.
+      split: The split of the client to read, such as `data.train`.
       batch_size: Examples of a batch; the last one is padded.
     """
     longest = split.rows.shape[0]

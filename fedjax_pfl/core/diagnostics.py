@@ -19,11 +19,11 @@ _ONE_HOT = 0.99  # a row is one-hot if its largest weight is above this
 
 
 class Observed(NamedTuple):
-    """Arrays of its state that a method returned from `Algorithm.observe`."""
+    """Arrays that `Algorithm.observe` returned at evaluations of a run, by name."""
 
-    now: Mapping[str, np.ndarray]
+    now: Mapping[str, np.ndarray]  # at this evaluation
     before: Mapping[str, np.ndarray]  # at the evaluation before; empty at the first one
-    layers: Sequence[str]  # names of the network's layers
+    layers: Sequence[str]  # names of the layers that clients download
     first: Mapping[str, np.ndarray] = {}  # at the phase's first evaluation; empty at that one
 
     def layer_names(self, count: int) -> list[str]:
@@ -34,34 +34,35 @@ class Observed(NamedTuple):
 
 
 class Diagnostic(NamedTuple):
-    """One number of a method, or one for each layer."""
+    """A number that shows if a method's mechanism acts, or one such number for each layer."""
 
     meaning: str  # description for the report
-    value: Callable[[Observed], Value | None]  # None if an evaluation cannot tell
+    value: Callable[[Observed], Value | None]  # None if it cannot be computed at an evaluation
     inactive: Callable[[Value, Observed], bool] | None = None  # True: the mechanism has no effect
     warning: str = ""  # printed if inactive; {value} is the mean over layers
-    explanation: Callable[[Value], str] | None = None  # of the last value, for the report
+    # Last value -> a sentence for the report on what it means
+    explanation: Callable[[Value], str] | None = None
 
 
 class Picture(NamedTuple):
-    """Title and caption for the figure of an array that a method exposes."""
+    """Title, caption and kind of the figure of an array that `Algorithm.observe` returned."""
 
     title: str
     meaning: str  # caption
     columns: str = ""  # label of the horizontal axis of a heat map
-    is_scatter: bool = False  # first two principal components instead of a heat map
+    is_scatter: bool = False  # plot rows by their first two principal components
 
 
 class Reading(NamedTuple):
     """The diagnostics of one evaluation, as a line of metrics.jsonl holds them."""
 
-    diagnostics: dict[str, Value]
-    inactive: list[str]  # names of diagnostics whose mechanism does not act
-    remarks: list[str]  # warnings about those inactive for a quarter of the run
+    diagnostics: dict[str, Value]  # values by name
+    inactive: list[str]  # names of diagnostics that show that their mechanism has no effect
+    remarks: list[str]  # warnings about those inactive for at least 1/4 of the phase
 
 
 def mean(value: Value) -> float:
-    """Returns a value as one number."""
+    """Returns the mean over layers of a value, or the value itself if it is one number."""
     return float(np.mean(list(value.values()))) if isinstance(value, dict) else float(value)
 
 
@@ -78,23 +79,26 @@ def entropy_bits(shares: np.ndarray) -> np.ndarray:
 
 
 def moving_fraction(now: np.ndarray, before: np.ndarray) -> float:
-    """Returns the fraction of clients (axis 0) with a row [..., N] that changed: ½ Σ|Δ| > 0.001."""
+    """Returns the fraction of clients (axis 0) of which a row changed: ½ Σ |now − before| > 0.001.
+
+    The arrays have shape [clients, ..., N]; rows lie along the last axis.
+    """
     change = 0.5 * np.abs(np.asarray(now, np.float64) - before).sum(-1)
     return float(np.mean(change.reshape(len(change), -1).max(1) > MINIMAL_CHANGE))
 
 
 def one_hot_fraction(weights: np.ndarray) -> float:
-    """Returns the fraction of rows [..., N] with a weight above 0.99."""
+    """Returns the fraction of rows (last axis of [..., N]) that contain a weight above 0.99."""
     return float(np.mean(np.asarray(weights).max(-1) > _ONE_HOT))
 
 
 def own_weight_fraction(weights: np.ndarray) -> float:
-    """Returns the fraction of rows of [N, N] with a diagonal above 0.99."""
+    """Returns the fraction of rows i of weights [N, N] whose entry [i, i] is above 0.99."""
     return float(np.mean(np.diagonal(weights) > _ONE_HOT))
 
 
 def of_array(name: str, f: Callable[[np.ndarray], Any]) -> Callable[[Observed], Value | None]:
-    """Returns a diagnostic's value: `f` of one array, None if the method did not expose it."""
+    """Returns a function for `Diagnostic.value`: f(array `name`), None without this array."""
 
     def value(observed: Observed) -> Value | None:
         return None if name not in observed.now else float(f(observed.now[name]))
@@ -103,7 +107,7 @@ def of_array(name: str, f: Callable[[np.ndarray], Any]) -> Callable[[Observed], 
 
 
 def below(least: float) -> Callable[[Value, Observed], bool]:
-    """Returns a condition: the mean value is below `least`."""
+    """Returns a function for `Diagnostic.inactive`: True if `mean(value)` is below `least`."""
 
     def is_below(value: Value, observed: Observed) -> bool:
         return mean(value) < least
@@ -121,11 +125,11 @@ def read(
     """Computes the diagnostics of one evaluation.
 
     Args:
-      diagnostics: Those of the method, by name.
-      observed: What the method exposed.
-      earlier: Earlier lines of metrics.jsonl of the same phase.
+      diagnostics: Diagnostics of the method, by name. Values None and NaN are left out.
+      observed: Arrays of the method.
+      earlier: Earlier lines of metrics.jsonl of the same phase, in order.
       t: Round of this evaluation.
-      rounds: Length of the run.
+      rounds: Number of rounds of the phase.
     """
     values, inactive, warnings = dict[str, Value](), [], []
     for name, diagnostic in diagnostics.items():
@@ -147,7 +151,7 @@ def read(
 
 
 def explanations(diagnostics: Mapping[str, Diagnostic], values: Mapping[str, Value]) -> list[str]:
-    """Returns sentences on what the values of the last evaluation mean."""
+    """Returns a sentence on each of the last values whose diagnostic has an `explanation`."""
     return [
         diagnostic.explanation(values[name])
         for name, diagnostic in diagnostics.items()

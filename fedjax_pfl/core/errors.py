@@ -16,12 +16,12 @@ class UsageError(ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an exception's message, or its type if there is no message."""
+    """Returns the first line of an exception's message, or its type's name if there is none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def removed_directory(directory: Any) -> UsageError:
-    """Returns the error for a run directory that disappeared during the run."""
+    """Returns, without raising, the error for a run directory that was removed during the run."""
     return UsageError(
         f"{directory} was removed or moved during its run; put it back and repeat the command "
         "or call, or choose another workdir"
@@ -49,6 +49,6 @@ def require_above(name: str, value: Any, bound: float) -> None:
 
 
 def require_one_of(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Raises UsageError if the value of a setting is not among the choices."""
+    """Raises UsageError if the value of a setting is not among the choices, at least two."""
     *first, last = choices
     require(value in choices, f"{name} is {value!r}; choose {', '.join(first)} or {last}")

@@ -11,13 +11,13 @@ Array = Any  # a JAX array in compiled code, a NumPy array while a federation is
 
 
 class Split(NamedTuple):
-    """Rows of the flat arrays that belong to one split of a client.
+    """Rows of the flat arrays `x` and `y` that belong to one split of a client.
 
     In `FederatedData` both fields have a leading client axis [N].
     """
 
     rows: Array  # int32 [longest]; entries from `size` on are padding
-    size: Array  # int32 []
+    size: Array  # int32 []: number of examples
 
 
 class FederatedData(NamedTuple):
@@ -29,9 +29,10 @@ class FederatedData(NamedTuple):
     validation: Split
     test: Split
     scale: Array | None = None  # examples are normalised to x * scale + shift in float32
-    shift: Array | None = None
-    label_map: Array | None = None  # int32 [N, stored classes]: label that a client uses
-    classes: Array | None = None  # bool [N, outputs]: outputs that a client uses
+    shift: Array | None = None  # None, like scale: examples are not normalised
+    # int32 [N, stored classes]: client i uses label_map[i, y] instead of y; None: y
+    label_map: Array | None = None
+    classes: Array | None = None  # bool [N, outputs]: outputs that a client uses; None: all
 
 
 class ClientData(NamedTuple):
@@ -46,20 +47,20 @@ class ClientData(NamedTuple):
     validation: Split
     scale: Array | None  # as in `FederatedData`, the same for all clients
     shift: Array | None
-    label_map: Array | None  # int32 [stored classes]
+    label_map: Array | None  # int32 [stored classes]: the client's row
     classes: Array | None  # bool [outputs]
 
 
 class Batch(NamedTuple):
     """Examples that are ready for a model."""
 
-    x: Array
-    y: Array
+    x: Array  # [B, ...]: float32, or int32 tokens
+    y: Array  # [B, ...]
     mask: Array  # bool [B]: False for padding
 
 
 def client_data(data: FederatedData, i: Array) -> ClientData:
-    """Returns the data of client `i`."""
+    """Returns the data of client `i`: its rows of all fields but `x` and `y`, without `test`."""
 
     def row(table: Array | None) -> Array | None:
         return None if table is None else table[i]
@@ -77,7 +78,7 @@ def client_data(data: FederatedData, i: Array) -> ClientData:
 
 
 def take(data: ClientData | FederatedData, rows: Array, mask: Array) -> Batch:
-    """Gathers and normalises examples.
+    """Gathers examples, normalises `x` and maps `y`.
 
     Args:
       data: Data of one client. `FederatedData` also works if it has no label map.

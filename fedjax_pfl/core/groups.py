@@ -19,7 +19,10 @@ def has_groups(algorithm: Algorithm) -> bool:
 
 
 def group_algorithms(algorithm: Algorithm) -> tuple[Algorithm, ...]:
-    """Returns one algorithm per group, with functions instead of tuples."""
+    """Returns one algorithm per group, with functions instead of tuples.
+
+    Only functions of one client differ; `init`, `receive` and `observe` stay those of all groups.
+    """
     if not has_groups(algorithm):
         return (algorithm,)
     parts = {name: getattr(algorithm, name) for name in _PER_GROUP}
@@ -35,7 +38,7 @@ def group_algorithms(algorithm: Algorithm) -> tuple[Algorithm, ...]:
 def wrap_clients(algorithm: Algorithm, state: State) -> State:
     """Returns the state with a tuple of client-side states, one per group.
 
-    An algorithm without groups has one group.
+    Without groups, the tuple has one entry; the state of a grouped algorithm is unchanged.
     """
     return state if has_groups(algorithm) else state._replace(clients=(state.clients,))
 
@@ -46,7 +49,10 @@ def unwrap_clients(algorithm: Algorithm, state: State) -> State:
 
 
 def as_grouped(algorithm: Algorithm) -> Algorithm:
-    """Returns the algorithm in its grouped form. An algorithm without groups has one group."""
+    """Returns the algorithm with tuples of functions, cohorts and client states, one per group.
+
+    An algorithm without groups gets tuples of length 1; a grouped one is unchanged.
+    """
     if has_groups(algorithm):
         return algorithm
 

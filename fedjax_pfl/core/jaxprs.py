@@ -30,7 +30,7 @@ def prune(program: Jaxpr, is_wanted: Sequence[bool] | None = None) -> tuple[Jaxp
       is_wanted: For each result, whether it is wanted. Default: all.
 
     Returns:
-      The program with fewer arguments, and for each argument whether it is used.
+      The program with only the used arguments, and for each original argument whether it is used.
     """
     wanted = [True] * len(program.outvars) if is_wanted is None else list(is_wanted)
     pruned, is_used = partial_eval.dce_jaxpr(program, wanted)
@@ -38,19 +38,19 @@ def prune(program: Jaxpr, is_wanted: Sequence[bool] | None = None) -> tuple[Jaxp
 
 
 def inner_programs(equation: Any) -> Iterator[Jaxpr]:
-    """Yields the programs that an equation runs, such as the body of a loop."""
+    """Yields the jaxprs in the parameters of an equation, such as the body of a loop."""
     yield from core.jaxprs_in_params(equation.params)
 
 
 def compute_with_used(
     f: Callable[..., list[Any]], shapes: Sequence[Any], fetch: Callable[[int], Any]
 ) -> list[Any]:
-    """Computes a function of arrays, of which only those that it uses are fetched.
+    """Computes f(*arguments) and fetches only the arguments that the results depend on.
 
     Args:
-      f: The function; returns a list of arrays.
-      shapes: Shapes of its arguments.
-      fetch: Returns argument k.
+      f: Function of arrays; returns a list of arrays.
+      shapes: Shape and dtype of each argument, such as `jax.ShapeDtypeStruct`.
+      fetch: k -> argument k, an array.
     """
     closed = jax.make_jaxpr(f)(*shapes)
     pruned, is_used = prune(closed.jaxpr)
@@ -65,12 +65,14 @@ def interpret(
     operation: Callable[[Any, list[Any]], Sequence[Any]],
     constant: Callable[[Any], Any] = lambda array: array,
 ) -> list[Any]:
-    """Runs a program on values that need not be arrays. Programs that it calls are run likewise.
+    """Runs a program on values of any type and returns the values of its results.
+
+    Programs of jit, checkpoint and custom derivatives are run likewise; a loop is one operation.
 
     Args:
       program: The program.
-      constants: Values of its constants.
-      arguments: Values of its arguments.
+      constants: Value of each of its constants (`program.constvars`).
+      arguments: Value of each of its arguments.
       operation: (equation, operands) -> results. Operations whose results are unused are skipped.
       constant: Turns a literal, or a constant of a called program, into a value.
     """
@@ -96,7 +98,7 @@ def interpret(
 
 
 def compute(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Computes the results of one operation from its operands, which are arrays."""
+    """Computes the results of one operation, a list, from its operands, which are arrays."""
     primitive = equation.primitive
     with equation.ctx.manager:
         results = primitive.bind(*operands, **primitive.get_bind_params(equation.params))

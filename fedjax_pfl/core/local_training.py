@@ -29,12 +29,13 @@ class Training(NamedTuple):
     base_optimizer: optax.GradientTransformation  # without learning rate and gradient clipping
     clip_norm: Any  # largest global norm of a gradient, or None
     rate: Callable[[jax.Array], Any]  # round -> learning rate
-    batch_size: int
-    epochs: int | None
-    steps: int | None
+    batch_size: int  # examples of a gradient step
+    epochs: int | None  # passes over the training examples in a round
+    steps: int | None  # gradient steps in a round
     drop_last: bool  # drop the last batch of an epoch if it is short
     keep_optimizer: bool  # keep the optimiser's state on the client between rounds
-    step_schedule: Callable[[Any, Any], Any] | None = None  # (step, steps) -> factor of the rate
+    # (step, steps of the round) -> factor of the learning rate; None: 1
+    step_schedule: Callable[[Any, Any], Any] | None = None
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
@@ -44,21 +45,21 @@ class Training(NamedTuple):
         return optax.chain(optax.clip_by_global_norm(self.clip_norm), self.base_optimizer)
 
     def with_optimizer(self, optimizer: optax.GradientTransformation) -> "Training":
-        """Returns the same training by an optimiser that does any clipping itself."""
+        """Returns the same training with another optimiser, without `clip_norm`."""
         return self._replace(base_optimizer=optimizer, clip_norm=None)
 
 
 class Scores(NamedTuple):
-    """Sums over the examples of a client."""
+    """Sums over the examples of a split of a client."""
 
-    metrics: dict[str, PyTree]  # states of metrics, by name
-    loss: jax.Array
+    metrics: dict[str, PyTree]  # by name of the metric: the state that `Metric.finish` takes
+    loss: jax.Array  # float32 []: sum of the losses of the examples
     examples: jax.Array  # int32: number of examples
     confusion: jax.Array | None = None  # [C, C]: examples by class and predicted class, if counted
 
 
 def sgd(*, momentum: float = 0.0, weight_decay: float = 0.0, **settings: Any) -> Training:
-    """Returns training by SGD in PyTorch's order: clip, weight decay, momentum, learning rate.
+    """Returns local training by SGD in PyTorch's order: clip, decay, momentum, learning rate.
 
     Args:
       momentum: Momentum. 0 leaves it out of the program; a traced number does not.
@@ -134,7 +135,10 @@ def local_training(
 
 
 def _epochs(epochs: int | None, steps: int | None) -> int | None:
-    """Returns the number of epochs, 1 if neither is given, or raises UsageError."""
+    """Returns the number of epochs: None if `steps` is set, 1 if neither is.
+
+    Raises UsageError if both are set.
+    """
     if epochs is not None and steps is not None:
         raise UsageError("give epochs or steps, not both")
     require_at_least("epochs", epochs, 1)
@@ -157,7 +161,7 @@ def make_training(
     """Returns training by an optimiser without learning rate, as in `core.optimizers`.
 
     Args:
-      optimizer: The optimiser.
+      optimizer: Its updates are subtracted from the parameters, times the learning rate.
       learning_rate: A number, or a function of the round.
       step_schedule: (step, steps) -> factor of the learning rate at a step. Default: 1.
       clip_norm: Largest global norm of a gradient. Default: no limit.
@@ -183,7 +187,7 @@ def make_training(
 
 
 def constant_rate(rate: Any) -> Callable[[jax.Array], Any]:
-    """Returns a function of the round that is constant."""
+    """Returns a function round -> `rate`."""
 
     def rate_of_round(t: jax.Array) -> Any:
         return rate
@@ -192,7 +196,7 @@ def constant_rate(rate: Any) -> Callable[[jax.Array], Any]:
 
 
 def split_variables(variables: PyTree) -> tuple[PyTree, PyTree]:
-    """Splits Flax variables into the parameters and the other collections."""
+    """Returns variables["params"] and a dict of the other Flax collections."""
     non_params = {name: tree for name, tree in variables.items() if name != "params"}
     return variables["params"], non_params
 
@@ -224,7 +228,10 @@ def gradient(model: Any, task: Task, data: ClientData) -> Gradient:
 def _batches(
     training: Training, split: Split, key: jax.Array
 ) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, jax.Array]]]:
-    """Returns the number of steps, and a function step -> (positions in `split`, mask)."""
+    """Returns the number of steps of a round, and a function step -> (positions, mask), [B] each.
+
+    Positions are indices into `split.rows`. The mask is False for padding.
+    """
     longest = split.rows.shape[0]
     size = batches.padded_size(training.batch_size, longest)
     if training.steps is not None:
@@ -264,15 +271,16 @@ def fit(
 
     Args:
       training: Hyper-parameters.
-      gradient: See `Gradient`. Methods replace it to add a proximal term or a meta step.
+      gradient: (params, non_params, batch, key) -> ((loss, new non_params), gradient). See the
+        function `gradient`; methods replace it to add a proximal term or a meta step.
       params: Parameters to train.
-      non_params: Variables that only the forward pass updates.
+      non_params: The other collections, such as batch statistics, which the forward pass updates.
       optimizer_state: State from the previous round; ignored unless `training.keep_optimizer`.
       ctx: The client, its data, the round and a random key.
 
     Returns:
-      params, non_params, the optimiser's state, () unless it is kept, and metrics with the mean
-      loss.
+      params, non_params, the optimiser's state, () unless it is kept, and {"loss": mean training
+      loss over the examples of all steps}.
     """
     data, split = ctx.data, ctx.data.train
     order_key, noise_key = jax.random.split(ctx.key)
@@ -311,13 +319,13 @@ class _FitCarry(NamedTuple):
 
     params: PyTree
     non_params: PyTree
-    moments: PyTree
-    loss: jax.Array  # sum over examples
-    examples: jax.Array
+    moments: PyTree  # optimiser state
+    loss: jax.Array  # sum over the examples of all steps
+    examples: jax.Array  # their number, float32 []
 
 
 def descend(params: PyTree, updates: PyTree, rate: Any) -> PyTree:
-    """Computes params − rate · updates."""
+    """Computes params − rate · updates, leaf by leaf."""
     return optax.apply_updates(params, jax.tree.map(lambda u: -(rate * u), updates))
 
 
@@ -334,10 +342,10 @@ def evaluate(
     """Sums the task's metrics and loss over the examples of a split.
 
     Args:
-      predict: (variables, x) -> outputs.
+      predict: (variables, x [B, ...]) -> outputs [B, ...].
       variables: Variables of the model.
-      data: Data of the client.
-      split: The split to evaluate.
+      data: Data of the client; tells which classes it uses.
+      split: The split of the client to evaluate.
       task: Loss and metrics.
       batch_size: Examples per forward pass.
       count_confusion: Whether to count the confusion matrix. Requires a task with classes.

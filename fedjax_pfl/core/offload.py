@@ -20,23 +20,23 @@ _BLOCK = 1 << 24  # bytes of rows in memory at a time if all rows are read
 
 
 class Source(Protocol):
-    """Storage of one field of `State.rows`, called a part of the rows."""
+    """Storage, off the device, of one part (field) of `State.rows`: a tree of leaves [N, ...]."""
 
     def read(self, leaves: Sequence[int], ids: np.ndarray) -> list[np.ndarray]:
-        """Returns rows `ids` of the given leaves, arrays of shape [*ids.shape, ...]."""
+        """Returns rows `ids` of the leaves with these numbers: one [*ids.shape, ...] per leaf."""
 
 
 @jax.tree_util.register_pytree_node_class
 class Offloaded:
     """A leaf [N, ...] that is stored off the device, with the rows to write after this round.
 
-    Rows are read as they were before the round.
+    Rows are read as they were before the round. After it, rows `ids` [K] become `values` [K, ...].
     """
 
     def __init__(
         self, source: Source, k: int, shape: tuple[int, ...], dtype: Any, ids: Any, values: Any
     ) -> None:
-        """Refers to leaf `k` of a source; ids that are out of range write nothing."""
+        """Refers to leaf `k` of a source, of shape [N, ...]; ids out of range write nothing."""
         self.source, self.k, self.shape, self.dtype = source, k, shape, dtype
         self.ids, self.values = ids, values
 
@@ -51,7 +51,7 @@ class Offloaded:
         return cls(source, k, shape, dtype, ids, values)
 
     def put(self, ids: jax.Array, values: jax.Array) -> "Offloaded":
-        """Returns the leaf with other rows to write."""
+        """Returns the leaf with `values`, [K, ...], to write to rows `ids`, [K], and no others."""
         return Offloaded(
             source=self.source, k=self.k, shape=self.shape, dtype=self.dtype, ids=ids, values=values
         )
@@ -68,11 +68,12 @@ def offloaded_leaves(tree: PyTree) -> list[Offloaded]:
 
 
 def _flatten(tree: PyTree) -> tuple[list[Any], Any]:
+    """Returns the leaves, each `Offloaded` as one leaf, and the tree structure."""
     return jax.tree.flatten(tree, is_leaf=is_offloaded)
 
 
 def take_rows(tree: PyTree, ids: Any) -> PyTree:
-    """Returns rows `ids` of every leaf."""
+    """Returns rows `ids` of every leaf, arrays [*ids.shape, ...]. Leaves may be `Offloaded`."""
     leaves, structure = _flatten(tree)
     if any(map(is_offloaded, leaves)):
         rows = _read(leaves, jnp.asarray(ids, jnp.int32))
@@ -82,10 +83,10 @@ def take_rows(tree: PyTree, ids: Any) -> PyTree:
 
 
 def weighted_sum(tree: PyTree, weights: PyTree) -> PyTree:
-    """Computes Σ_j w_j x_j over axis 0 of every leaf.
+    """Computes Σ_j w_j x_j over axis 0 of every leaf x. Returns leaves of shape [...].
 
     Args:
-      tree: Leaves of shape [N, ...].
+      tree: Leaves of shape [N, ...], arrays or `Offloaded`.
       weights: Array of shape [N], or a tree with one such array per leaf.
     """
     leaves, structure = _flatten(tree)
@@ -103,7 +104,10 @@ def _sum(leaf: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def map_clients(f: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
-    """Returns f(row) of every row, stacked to [N, ...]."""
+    """Returns f(row) for the row of every client, stacked to [N, ...].
+
+    Leaves of `tree` are [N, ...], arrays or all `Offloaded`; `row` is the tree of one client.
+    """
     leaves, structure = _flatten(tree)
     if not any(map(is_offloaded, leaves)):
         return jax.vmap(f)(tree)
@@ -124,6 +128,7 @@ def _read(leaves: Sequence[Offloaded], ids: jax.Array) -> list[jax.Array]:
 
 
 def _read_from(source: Source, leaves: Sequence[Offloaded], ids: jax.Array) -> list[jax.Array]:
+    """Returns rows `ids` of leaves of one source, by one host call."""
     numbers = [leaf.k for leaf in leaves]
     shapes = [jax.ShapeDtypeStruct((*ids.shape, *x.shape[1:]), x.dtype) for x in leaves]
 
@@ -155,19 +160,20 @@ class _Leaves(tuple[Offloaded, ...]):
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """Returns the number of blocks and of rows per block; the last may pass the end."""
+        """Returns the number of blocks and the rows per block; the last block may be incomplete."""
         row_bytes = sum(math.prod(x.shape[1:]) * np.dtype(x.dtype).itemsize for x in self)
         step = min(self.rows, max(1, _BLOCK // max(1, row_bytes)))
         return -(-self.rows // step), step
 
     def block(self, b: Any) -> list[jax.Array]:
-        """Returns the rows of block `b`; past the end, the last row is repeated."""
+        """Returns the rows of block `b` of each leaf; an incomplete block repeats the last row."""
         ids = b * self.blocks[1] + jnp.arange(self.blocks[1], dtype=jnp.int32)
         return _read(self, jnp.minimum(ids, self.rows - 1))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _blocked_sum(leaves: _Leaves, weights: list[jax.Array]) -> list[jax.Array]:
+    """Returns Σ_j w_j x_j for each leaf x and its weights w [N], reading blocks of rows."""
     count, step = leaves.blocks
     padding = count * step - leaves.rows
     padded = [jnp.pad(w, (0, padding)) for w in weights]
@@ -185,6 +191,8 @@ def _sum_forward(leaves: _Leaves, weights: list[jax.Array]) -> tuple[list[jax.Ar
 
 
 def _sum_backward(leaves: _Leaves, _: None, slopes: list[jax.Array]) -> tuple[list[jax.Array]]:
+    """Returns the gradient in the weights, [N] per leaf, of sums with gradients `slopes`."""
+
     def inner(row: list[jax.Array]) -> list[jax.Array]:
         pairs = zip(row, slopes, strict=True)
         return [jnp.vdot(x, g, precision="highest") for x, g in pairs]
@@ -196,6 +204,7 @@ _blocked_sum.defvjp(_sum_forward, _sum_backward)
 
 
 def _blocked_map(leaves: _Leaves, f: Callable[[list[jax.Array]], PyTree]) -> PyTree:
+    """Returns f(row) of every row, stacked to [N, ...]; a row lists one array per leaf."""
     count, _ = leaves.blocks
 
     def of_block(b: jax.Array) -> PyTree:
@@ -206,9 +215,9 @@ def _blocked_map(leaves: _Leaves, f: Callable[[list[jax.Array]], PyTree]) -> PyT
 
 
 def split_parts(rows: PyTree, names: Sequence[str]) -> tuple[PyTree, dict[str, PyTree]]:
-    """Splits named parts (fields) off rows, a NamedTuple or a dict.
+    """Removes named parts (fields or keys) from rows, a NamedTuple or a dict.
 
-    Returns the rows with () for these parts, and the parts by name.
+    Returns the rows with () in place of these parts, and the removed parts by name.
     """
     if not names:
         return rows, {}

@@ -12,7 +12,10 @@ from fedjax_pfl.core.errors import UsageError
 
 
 def with_offloaded_shapes(rows: PyTree, names: Sequence[str], cohort_size: int) -> PyTree:
-    """Returns the shapes of rows, with the named parts as `Offloaded` leaves."""
+    """Returns the shapes of rows, with the named parts as `Offloaded` leaves.
+
+    `names` are fields or keys of the rows. Each leaf has `cohort_size` rows to write.
+    """
     no_source: Any = object()  # programs are traced and never run
     kept, parts = offload.split_parts(rows, names)
     leaves, structure = jax.tree.flatten(parts)
@@ -32,7 +35,7 @@ def with_offloaded_shapes(rows: PyTree, names: Sequence[str], cohort_size: int) 
 
 
 def check_names(method: str, names: Sequence[str], rows: PyTree) -> None:
-    """Raises UsageError if rows lack one of the named parts."""
+    """Raises UsageError, naming the method, if `rows` lack a field or key in `names`."""
     parts = list(rows) if isinstance(rows, dict) else list(getattr(rows, "_fields", ()))
     for name in names:
         if name not in parts:
@@ -45,8 +48,8 @@ def check_reads(
 ) -> None:
     """Raises UsageError if f(state, *arguments) reads offloaded rows as arrays or returns them.
 
-    `jax.tree` shows only the pending writes of an offloaded leaf. Code that reads these takes them
-    for the rows.
+    `jax.tree` shows only the pending writes of an offloaded leaf, no rows.
+    `f` is only traced; arguments are shapes. `method` and `function` are names for the message.
     """
     leaves, structure = jax.tree.flatten((state, arguments))
     offloaded = offload.offloaded_leaves(state.rows)
@@ -74,7 +77,7 @@ def check_writes(method: str, receive: Callable[..., Any], state: State, cohort:
     Args:
       method: Name of the method, for the message.
       receive: `Algorithm.receive`. It is traced and not run.
-      state: The state before the round.
+      state: Shapes of the state before the round, with `Offloaded` leaves in `rows`.
       cohort: A `Cohort`; shapes and dtypes are enough.
     """
     _, rows = jax.eval_shape(receive, state, cohort)

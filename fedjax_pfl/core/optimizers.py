@@ -21,12 +21,12 @@ ValueOf = Callable[[str], Any]  # value of a setting, by name
 def sgd(
     momentum: Any = 0.0, weight_decay: Any = 0.0, mask: Any = None
 ) -> optax.GradientTransformation:
-    """Returns SGD that adds weight decay to the gradient before momentum.
+    """Returns SGD, without learning rate, that adds weight decay to the gradient before momentum.
 
     Args:
       momentum: Momentum. 0 leaves it out of the program.
       weight_decay: Weight decay. 0 leaves it out of the program.
-      mask: Function of the parameters that selects those that decay. Default: all.
+      mask: params -> tree of bools, True for those that decay. Default: all.
     """
     parts = [optax.identity()]
     if _is_used(weight_decay):
@@ -41,7 +41,7 @@ def _is_used(number: Any) -> bool:
 
 
 def matrices(params: PyTree) -> PyTree:
-    """Returns a mask of the parameters that are not vectors: no biases, no normalisation."""
+    """Returns a tree of bools: False for vectors, such as biases and normalisation, else True."""
     return jax.tree.map(_is_matrix, params)
 
 
@@ -54,6 +54,7 @@ def _decay_mask(value_of: ValueOf) -> Any:
 
 
 def _value_or(value_of: ValueOf, name: str, default: float) -> Any:
+    """Returns the value of setting `name`, or the default if it is None."""
     value = value_of(name)
     return default if value is None else value
 
@@ -63,11 +64,13 @@ def _sgd(value_of: ValueOf) -> optax.GradientTransformation:
 
 
 def _adam(value_of: ValueOf) -> optax.GradientTransformation:
+    """Returns Adam without learning rate from settings; b2 is 0.999 and eps 1e-8 if unset."""
     b2, eps = _value_or(value_of, "b2", 0.999), _value_or(value_of, "eps", 1e-8)
     return with_dtype_promotion(optax.scale_by_adam(value_of("b1"), b2, eps))
 
 
 def _adamw(value_of: ValueOf) -> optax.GradientTransformation:
+    """Returns Adam with decoupled weight decay, without learning rate, from settings."""
     decay = optax.add_decayed_weights(value_of("weight_decay"), _decay_mask(value_of))
     return optax.chain(_adam(value_of), decay)
 
@@ -77,7 +80,10 @@ def _adagrad(value_of: ValueOf) -> optax.GradientTransformation:
 
 
 def _rmsprop(value_of: ValueOf) -> optax.GradientTransformation:
-    """Returns RMSProp with momentum before the learning rate, as in PyTorch but not in optax."""
+    """Returns RMSProp with momentum before the learning rate, as in PyTorch but not in optax.
+
+    `value_of` maps the name of a setting to its value.
+    """
     scaled = optax.scale_by_rms(_value_or(value_of, "b2", 0.9), _value_or(value_of, "eps", 1e-8))
     return optax.chain(scaled, sgd(value_of("momentum")))
 
@@ -92,7 +98,7 @@ OPTIMIZERS: dict[str, Callable[[ValueOf], optax.GradientTransformation]] = {
 
 
 def with_rate(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Converts an optax optimiser with a learning rate to one for a learning rate of 1."""
+    """Converts an optax optimiser, whose updates are added, to one whose updates are subtracted."""
     return optax.chain(with_dtype_promotion(optimizer), optax.scale(-1.0))
 
 
@@ -110,7 +116,7 @@ def with_dtype_promotion(optimizer: optax.GradientTransformation) -> optax.Gradi
 
 
 def per_entry(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Applies an optimiser to each entry of a dict separately, including gradient clipping."""
+    """Returns an optimiser of dicts that treats each entry separately, including its clipping."""
 
     def init(params: PyTree) -> PyTree:
         return {name: optimizer.init(part) for name, part in params.items()}
@@ -160,7 +166,7 @@ def _cosine_decay(end: float, warmup: float) -> optax.Schedule:
 
 
 def _exponential_decay(end: float, warmup: float) -> optax.Schedule:
-    """Returns progress -> end ** progress, without warm-up; raises UsageError if `end` is 0."""
+    """Returns progress -> end ** progress; raises UsageError if `end` is 0. Ignores `warmup`."""
     if end == 0:
         raise UsageError(
             "schedule_end is 0, which exponential_decay never reaches; choose a larger value, or "
@@ -187,7 +193,7 @@ SCHEDULES: dict[str, Callable[[float, float], optax.Schedule]] = {
 
 
 def schedule(name: str, end: float, warmup: float) -> Callable[[Any, Any], jax.Array]:
-    """Returns an optax schedule as a function (step, steps) -> factor of the learning rate.
+    """Returns a schedule as a function (step, number of steps) -> factor of the learning rate.
 
     The number of steps may be traced, as it differs between clients. Beyond the last step the
     factor stays at its final value.

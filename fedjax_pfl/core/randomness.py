@@ -9,5 +9,12 @@ INIT, SAMPLE, DROP, SEND, TRAIN, PERSONAL = range(6)
 
 
 def stage_key(key: jax.Array, stage: int, t: Any = 0, i: Any = 0) -> jax.Array:
-    """Returns the random key of a stage, such as SEND or TRAIN, in round `t` for client `i`."""
+    """Returns a random key for one use of randomness, in round `t` for client `i`.
+
+    Args:
+      key: Key of the run's seed.
+      stage: The use: INIT, SAMPLE, DROP, SEND, TRAIN or PERSONAL, 0 to 5.
+      t: Round.
+      i: Client id.
+    """
     return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, stage), t), i)

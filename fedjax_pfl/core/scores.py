@@ -22,6 +22,7 @@ class Metric(NamedTuple):
     """A measure of a model on a client's examples.
 
     The state of a metric is a sum over examples: a number for a mean, a histogram for an area.
+    `classes` are the outputs that the client uses; None: all.
 
     update: (outputs [B, ...], y [B, ...], classes: bool [C] or None) -> tree of [B, ...], the terms
       that the examples of a batch add to the state.
@@ -36,18 +37,27 @@ class Metric(NamedTuple):
 
 
 def mask_logits(outputs: jax.Array, classes: jax.Array | None) -> jax.Array:
-    """Returns logits in float32 with probability 0 for the classes that the client does not use."""
+    """Returns logits in float32, [..., C], −1e9 for classes that the client does not use.
+
+    `classes`: bool [C], True for those that the client uses; None: all.
+    """
     outputs = outputs.astype(jnp.float32)
     return outputs if classes is None else jnp.where(classes, outputs, _UNUSED_LOGIT)
 
 
 def cross_entropy(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> jax.Array:
-    """Computes −log softmax(outputs)[y] for every example, or every position of an example."""
+    """Computes −log softmax(outputs)[y] of logits [..., C] and classes y [...]; returns [...].
+
+    `classes`: bool [C], those that the client uses; None: all.
+    """
     return optax.softmax_cross_entropy_with_integer_labels(mask_logits(outputs, classes), y)
 
 
 def squared_error(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> jax.Array:
-    """Computes the mean squared error of every example over its targets."""
+    """Computes the mean squared error of each example over its targets: [B, targets] -> [B].
+
+    `classes` has no effect.
+    """
     del classes
     return jnp.mean(jnp.square(outputs.astype(jnp.float32) - y.astype(jnp.float32)), -1)
 
@@ -65,6 +75,7 @@ def _root(total: np.ndarray, examples: np.ndarray) -> np.ndarray:
 
 
 def _exponential(total: np.ndarray, examples: np.ndarray) -> np.ndarray:
+    """Computes exp(total / examples), ∞ if it overflows."""
     with np.errstate(over="ignore"):
         return np.exp(total / examples)
 
@@ -83,7 +94,7 @@ PERPLEXITY = Metric(
 
 
 class Confusion(NamedTuple):
-    """Counts for every class or label."""
+    """Counts for every class or label: of one example (0 or 1), or sums over examples."""
 
     actual: jax.Array  # [..., C]: examples of the class
     predicted: jax.Array  # [..., C]: predictions of the class
@@ -91,6 +102,7 @@ class Confusion(NamedTuple):
 
 
 def _confusion(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> Confusion:
+    """Returns the counts, 0 or 1 and [B, C], of each example; it predicts the largest logit."""
     logits = mask_logits(outputs, classes)
     actual = jax.nn.one_hot(y, logits.shape[-1])
     predicted = jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1])
@@ -117,19 +129,20 @@ def confusion_matrix(
 
 
 def _label_confusion(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> Confusion:
+    """Returns the counts, 0 or 1 and [B, L], of each example; logits above 0 are positive."""
     actual = y.astype(jnp.float32)
     predicted = (mask_logits(outputs, classes) > 0).astype(jnp.float32)
     return Confusion(actual, predicted, actual * predicted)
 
 
 def _recall(state: Confusion, examples: np.ndarray) -> np.ndarray:
-    """Computes the mean recall over the classes that occur."""
+    """Computes the mean recall over the classes that occur, [...]; ignores `examples`."""
     del examples
     return _mean_ratio(state.actual > 0, state.correct, state.actual)
 
 
 def _f1(state: Confusion, examples: np.ndarray) -> np.ndarray:
-    """Computes the mean F1 score over the classes that occur or are predicted."""
+    """Computes the mean F1 over classes that occur or are predicted, [...]; ignores `examples`."""
     del examples
     total = state.actual + state.predicted
     return _mean_ratio(total > 0, 2 * state.correct, total)
@@ -149,7 +162,9 @@ MACRO_F1 = Metric(name="macro_f1", update=_confusion, finish=_f1, unit="%", high
 
 
 def _histogram(score: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns one-hot bins of scores: [..., 2, BINS], for negative and positive examples.
+    """Returns one-hot bins of scores, [..., 2, BINS]: [..., y, bin of the score] is 1.
+
+    `score` and `y`, [...], are logits and 0 or 1 (negative or positive).
 
     Bins have equal width in s/(1 + |s|), which is between -1 and 1. Scores in one bin count as
     equal; scores (1 + |s|)²/256 apart are in different bins.
@@ -161,17 +176,23 @@ def _histogram(score: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _binary_histogram(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> jax.Array:
+    """Returns the bin of logit 1 − logit 0 of each example: [B, 2, BINS]."""
     del classes
     return _histogram((outputs[..., 1] - outputs[..., 0]).astype(jnp.float32), y)
 
 
 def _label_histogram(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> jax.Array:
+    """Returns the bin of each logit: [B, L, 2, BINS]."""
     del classes
     return _histogram(outputs.astype(jnp.float32), y)
 
 
 def _area(state: np.ndarray, examples: np.ndarray) -> np.ndarray:
-    """Computes the fraction of (negative, positive) pairs that are in order; ties count half."""
+    """Computes areas under ROC curves, [...], from histograms [..., 2, BINS]; NaN without pairs.
+
+    An area is the fraction of (negative, positive) pairs of examples of which the positive one has
+    the higher score; ties count half. `examples` has no effect.
+    """
     del examples
     negative, positive = state[..., 0, :], state[..., 1, :]
     below = np.cumsum(negative, -1) - negative
@@ -181,7 +202,10 @@ def _area(state: np.ndarray, examples: np.ndarray) -> np.ndarray:
 
 
 def _mean_area(state: np.ndarray, examples: np.ndarray) -> np.ndarray:
-    """Computes the mean area over the labels that have positive and negative examples."""
+    """Computes the mean of `_area` over labels that have positive and negative examples.
+
+    `state` is [..., L, 2, BINS]. `examples` has no effect.
+    """
     areas = _area(state, examples)
     return _mean_ratio(np.isfinite(areas), areas, np.ones_like(areas))
 
@@ -192,21 +216,22 @@ AUROC = Metric(
 
 
 class Moments(NamedTuple):
-    """Sums over examples, for every target."""
+    """Sums over examples, for every target: [..., targets]."""
 
-    error: jax.Array  # (ŷ − y)²
-    y: jax.Array
+    error: jax.Array  # (output − y)²
+    y: jax.Array  # targets
     square: jax.Array  # y²
 
 
 def _moments(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> Moments:
+    """Returns the terms, [B, targets], that examples add to the state of R²."""
     del classes
     y = y.astype(jnp.float32)
     return Moments(jnp.square(outputs.astype(jnp.float32) - y), y, jnp.square(y))
 
 
 def _r2(state: Moments, examples: np.ndarray) -> np.ndarray:
-    """Computes the mean R² over the targets that are not constant.
+    """Computes the mean R² over the targets that are not constant: [N] for N clients.
 
     Sums are float32: if the mean of a target is 1,000 times its standard deviation, R² has one
     correct digit.
@@ -222,15 +247,16 @@ R2 = Metric(name="r2", update=_moments, finish=_r2, unit="", higher_is_better=Tr
 class PositionSum(NamedTuple):
     """Sum over the positions that have a label, and their number."""
 
-    total: jax.Array
-    positions: jax.Array
+    total: jax.Array  # [...]: sum of a value over positions
+    positions: jax.Array  # [...]: number of labelled positions, float32
 
 
 def sum_over_positions(update: Update) -> Callable[..., PositionSum]:
     """Returns a function (outputs [B, T, C], y [B, T], classes) -> sums of shape [B].
 
     Args:
-      update: Computes a value for every position. Positions with label -1 are left out.
+      update: (outputs, y, classes) -> [B, T], a value for every position. Positions with label -1
+        are left out of the sums.
     """
 
     def update_positions(

@@ -19,15 +19,15 @@ Role = Literal[
 
 
 class Limits(NamedTuple):
-    """Smallest and largest values of a setting."""
+    """Smallest and largest values of a setting. None: no such bound."""
 
-    low: float | None = None
-    high: float | None = None
+    low: float | None = None  # inclusive lower bound
+    high: float | None = None  # inclusive upper bound
     above: float | None = None  # exclusive lower bound
     below: float | None = None  # exclusive upper bound
 
     def violation(self, value: Any) -> str:
-        """Returns the bound that a value violates, such as "at least 1", or ""."""
+        """Returns the bound that a value violates, such as "at least 1", or "" if none."""
         if value is None:
             return ""
         if self.low is not None and value < self.low:
@@ -47,8 +47,8 @@ _UNLIMITED = Limits()
 class UsedWith(NamedTuple):
     """Condition under which a setting has an effect: another setting has one of some values."""
 
-    name: str
-    values: tuple[str, ...]
+    name: str  # of the other setting
+    values: tuple[str, ...]  # of the other setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Setting:
     """Default and meaning of a setting, its valid values, and what the library does with it."""
 
     default: Any  # or the type, if the setting is unset by default
-    meaning: str
+    meaning: str  # description for lists of settings
     _: dataclasses.KW_ONLY
     limits: Limits = _UNLIMITED
-    choices: tuple[str, ...] = ()
-    roles: Set[Role] = frozenset()
+    choices: tuple[str, ...] = ()  # valid values; (): no list
+    roles: Set[Role] = frozenset()  # where it may vary and what it affects; see `Role`
     used_with: UsedWith | None = None  # None: always used
 
     @property
@@ -69,7 +69,7 @@ class Setting:
         return None if isinstance(self.default, type) else self.default
 
     def is_used(self, value_of: Callable[[str], Any]) -> bool:
-        """Returns True if the setting has an effect, given the values of other settings."""
+        """Returns True if the setting has an effect. `value_of`: name of a setting -> its value."""
         if self.used_with is None:
             return True
         return value_of(self.used_with.name) in self.used_with.values

@@ -114,7 +114,7 @@ def _traffic(algorithm: Algorithm, payload: PyTree, upload: PyTree) -> Any:
 
 
 def _trace(name: str, function: str, f: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns the shapes of f(*arguments)."""
+    """Returns the shapes of f(*arguments); a note with both names is added to its exceptions."""
     try:
         return jax.eval_shape(f, *arguments)
     except UsageError:
@@ -125,7 +125,10 @@ def _trace(name: str, function: str, f: Callable[..., Any], *arguments: Any) -> 
 
 
 def _check_arguments(name: str, function: str, f: Any, arguments: tuple[str, ...]) -> None:
-    """Raises UsageError if `f` cannot be called with these positional arguments."""
+    """Raises UsageError if `f` cannot be called with positional arguments of these names.
+
+    `name` and `function` are the method and the field of `Algorithm`, for the message.
+    """
     optional = ", start=None" if function == "init" else ""
     try:
         inspect.signature(f).bind(*arguments)
@@ -155,18 +158,20 @@ def _array_type(leaf: Any) -> str:
 
 
 def _raise_wrong_result(name: str, function: str, value: Any) -> NoReturn:
+    """Raises UsageError that says what `function` of method `name` must return, not `value`."""
     raise UsageError(
         f"{name}: {function} returns {_describe(value)}; it must return {_RESULTS[function]}"
     )
 
 
 def _check_type(name: str, function: str, value: Any, required: type) -> None:
+    """Raises UsageError if the result of a function has another type than required."""
     if not isinstance(value, required):
         _raise_wrong_result(name, function, value)
 
 
 def _leaves(tree: PyTree) -> dict[str, Any]:
-    """Returns the leaves of a tree by path."""
+    """Returns the leaves of a tree by path, such as "params/Dense_0/kernel"."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
@@ -179,9 +184,9 @@ def _check_unchanged(name: str, function: str, part: str, new: PyTree, old: PyTr
     """Raises UsageError if a part of the state changes its structure, shapes or dtypes.
 
     Args:
-      name: Name of the method.
-      function: The function that returned `new`.
-      part: Name of the part.
+      name: Name of the method, for the message.
+      function: Name of the function that returned `new`, such as receive.
+      part: Name of the part: server, rows or client.
       new: The part that the function returned.
       old: The part that `init` returned.
     """
@@ -205,7 +210,10 @@ def _check_unchanged(name: str, function: str, part: str, new: PyTree, old: PyTr
 
 
 def _check_stacked(name: str, part: str, tree: PyTree, clients: int) -> None:
-    """Raises UsageError if a leaf has no leading axis of all clients."""
+    """Raises UsageError if a leaf of `tree`, which `init` returned, is not [clients, ...].
+
+    `name` and `part` (rows or clients) are for the message.
+    """
     for path, leaf in _leaves(tree).items():
         if leaf.shape[:1] != (clients,):
             raise UsageError(
@@ -216,7 +224,7 @@ def _check_stacked(name: str, part: str, tree: PyTree, clients: int) -> None:
 
 
 def _check_metrics(name: str, metrics: Any) -> None:
-    """Raises UsageError unless metrics are a dict of scalars with `loss`."""
+    """Raises UsageError unless the metrics of `train` are a dict of scalars with `loss`."""
     if not isinstance(metrics, dict) or "loss" not in metrics:
         keys = f"{{{', '.join(metrics)}}}" if isinstance(metrics, dict) else _describe(metrics)
         raise UsageError(
@@ -250,7 +258,10 @@ def check_outputs(
 def _check_outputs(
     name: str, algorithm: Algorithm, variables: PyTree, federation: Federation
 ) -> None:
-    """Raises UsageError if `predict` does not return an output for every class or target."""
+    """Raises UsageError if `predict`, with these variables, lacks an output for a class or target.
+
+    `algorithm` is that of one group. `name` is the method's, for the message.
+    """
     x = jax.eval_shape(lambda: federation.examples(_COHORT_SIZE))
     outputs = _trace(name, "predict", algorithm.predict, variables, x)
     required = (_COHORT_SIZE, *federation.positions, federation.outputs)
@@ -262,7 +273,7 @@ def _check_outputs(
 
 
 def _cohort(payload: PyTree, upload: PyTree) -> Cohort:
-    """Returns the shapes of a cohort of two clients."""
+    """Returns the shapes of a cohort of two clients, from those of one payload and upload."""
 
     def vector(dtype: Any) -> Any:
         return jax.ShapeDtypeStruct((_COHORT_SIZE,), dtype)

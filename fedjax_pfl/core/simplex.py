@@ -24,7 +24,7 @@ def project(y: jax.Array, allowed: jax.Array) -> jax.Array:
 
 
 def minimize_quadratic(matrix: jax.Array, allowed: jax.Array, steps: int = 1000) -> jax.Array:
-    """Computes argmin_x xᵀ A x over x ≥ 0 with Σ x = 1.
+    """Approximates argmin_x xᵀ A x over x ≥ 0 with Σ x = 1.
 
     Uses projected gradient descent with momentum, restarted whenever the momentum points uphill.
 

@@ -20,21 +20,22 @@ from fedjax_pfl.core.scores import Metric
 class Task(NamedTuple):
     """Loss and metrics. The first metric selects the best round of a run.
 
-    loss: (outputs [B, ...], y [B, ...], classes: bool [C] or None) -> [B]. `classes` selects the
-      outputs that the client uses, if clients have different numbers of classes.
+    loss: (outputs [B, ...], y [B, ...], classes: bool [C] or None) -> [B]. `classes` are the
+      outputs that the client uses; None: all.
     """
 
     loss: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
     metrics: tuple[Metric, ...]
     has_classes: bool = False  # outputs are logits, and an example has one class
-    augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None  # (x, key) -> x, in training
+    augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None  # (x, key) -> x
     optional_metrics: tuple[Metric, ...] = ()  # metrics that the setting `metrics` can also select
 
 
 def classification(outputs: int = 0) -> Task:
     """Softmax cross-entropy and accuracy.
 
-    Optional metrics: balanced_accuracy, macro_f1, perplexity, and auroc for two classes.
+    Optional metrics: balanced_accuracy, macro_f1, perplexity, and auroc if `outputs`, the number of
+    classes, is 2. Outputs are logits [B, C], labels int [B].
     """
     optional = [scores.BALANCED_ACCURACY, scores.MACRO_F1, scores.PERPLEXITY]
     if outputs == 2:
@@ -50,7 +51,7 @@ def classification(outputs: int = 0) -> Task:
 def regression(outputs: int = 0) -> Task:
     """Mean squared error over the targets of an example, and its root as second metric.
 
-    Optional metric: r2.
+    Outputs and labels are [B, targets]. Optional metric: r2. `outputs` has no effect.
     """
     del outputs
     metrics = (scores.SQUARED_ERROR, scores.RMSE)
@@ -62,6 +63,7 @@ def tokens(outputs: int = 0) -> Task:
 
     Outputs are [B, T, C]. Labels are classes [B, T], or -1 for positions without a label. The loss
     is a mean over the positions of an example, metrics are means over all positions of a client.
+    `outputs` has no effect.
     """
     del outputs
     position_sum = scores.sum_over_positions(scores.cross_entropy)
@@ -104,7 +106,10 @@ _LABELS = {
 
 
 def infer_task(y: Any) -> str:
-    """Returns the name of the task for labels of this dtype and number of axes."""
+    """Returns the key of `TASKS` for labels [examples, ...]: floats are regression targets.
+
+    Bools are for multilabel, integers for classification if [examples], else for tokens.
+    """
     if y.dtype.kind == "f":
         return "regression"
     if y.dtype.kind == "b":
@@ -113,7 +118,10 @@ def infer_task(y: Any) -> str:
 
 
 def check_labels(name: str, y: Any) -> None:
-    """Raises UsageError if the labels do not suit a built-in task. Other tasks pass."""
+    """Raises UsageError if the dtype or axes of labels `y` do not suit the built-in task `name`.
+
+    Names of other tasks pass.
+    """
     if name in TASKS and infer_task(y) != name:
         raise UsageError(
             f"task {name} learns {_LABELS[name]}, and y is {y.dtype} {list(y.shape)}; use "
@@ -127,7 +135,7 @@ def check_task(name: str, task: Task, outputs: Any, y: Any) -> None:
     Args:
       name: Name of the task, for the message.
       task: The task.
-      outputs: Outputs of n examples; only shapes and dtypes are used.
+      outputs: Model outputs for n examples; only shapes and dtypes are used.
       y: Labels of the same examples; only shapes and dtypes are used.
     """
     n, metrics = outputs.shape[0], (*task.metrics, *task.optional_metrics)
@@ -164,7 +172,7 @@ def select_metrics(task: Task, name: str, metric_names: Sequence[str]) -> Task:
     Args:
       task: The task.
       name: Name of the task, for error messages.
-      metric_names: Names of metrics or optional metrics of the task.
+      metric_names: Names of metrics or optional metrics of the task; others raise UsageError.
     """
     available = {metric.name: metric for metric in (*task.metrics, *task.optional_metrics)}
     for metric_name in metric_names:

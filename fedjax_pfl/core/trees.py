@@ -14,6 +14,7 @@ _COLLECTIONS = ("params", "batch_stats")
 
 
 def _path_key(entry: Any) -> str:
+    """Returns an entry of a JAX path as a string: a dict key, field name or index."""
     for attribute in ("key", "name", "idx"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))
@@ -21,7 +22,7 @@ def _path_key(entry: Any) -> str:
 
 
 def layer_name(path: tuple[Any, ...]) -> str:
-    """Returns the layer of a leaf: its path without the collection and the leaf's name.
+    """Returns the layer of a leaf, such as "Conv_0": its path without collection and leaf name.
 
     The weight and bias of a module are one layer, as are the scale, bias and statistics of a
     BatchNorm.
@@ -33,7 +34,7 @@ def layer_name(path: tuple[Any, ...]) -> str:
 
 
 def layers(tree: PyTree) -> dict[str, list[Any]]:
-    """Returns the leaves of each layer, by layer name, in the order of the tree."""
+    """Returns lists of the leaves of each layer, by `layer_name`, in the order of the tree."""
     grouped: dict[str, list[Any]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         grouped.setdefault(layer_name(path), []).append(leaf)
@@ -45,7 +46,7 @@ def divide(variables: PyTree, predicate: Callable[[str, str], bool]) -> tuple[Py
 
     Args:
       variables: Nested dicts.
-      predicate: Called with the layer name and the leaf's name.
+      predicate: (layer name, leaf name such as "kernel") -> whether the leaf is in the first tree.
 
     Returns:
       The leaves for which the predicate is true, and the others. Leaves keep their paths; empty
@@ -91,7 +92,7 @@ def leaf_bytes(leaf: Any) -> int:
 
 
 def bytes_per_layer(tree: PyTree) -> dict[str, int]:
-    """Returns the bytes of each layer as Python integers."""
+    """Returns the bytes of each layer, by `layer_name`, as Python integers."""
     return {name: sum(map(leaf_bytes, leaves)) for name, leaves in layers(tree).items()}
 
 
@@ -106,12 +107,15 @@ def repeat(tree: PyTree, n: int) -> PyTree:
 
 
 def row(tree: PyTree, i: Any) -> PyTree:
-    """Returns row `i` of every leaf."""
+    """Returns entry `i` on axis 0 of every leaf; leaves may be `Offloaded`."""
     return offload.take_rows(tree, i)
 
 
 def put(tree: PyTree, ids: jax.Array, values: PyTree) -> PyTree:
-    """Writes stacked values into rows `ids`. Ids out of range are skipped."""
+    """Returns `tree`, leaves [N, ...], with `values`, [K, ...], in rows `ids`, int [K].
+
+    Ids out of range are skipped. Leaves may be `Offloaded`.
+    """
 
     def write(leaf: Any, rows: jax.Array) -> Any:
         if offload.is_offloaded(leaf):
@@ -138,7 +142,7 @@ def where(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
 
 
 def weighted_mean(tree: PyTree, weights: jax.Array) -> PyTree:
-    """Computes Σ_k w_k x_k / Σ_k w_k over axis 0 of every leaf.
+    """Computes Σ_k w_k x_k / Σ_k w_k over axis 0 of every leaf x [K, ...].
 
     The weights have shape [K] and must not all be zero.
     """
@@ -157,7 +161,7 @@ def _floating_leaves(tree: PyTree) -> list[Any]:
 
 
 def squared_norm(tree: PyTree) -> jax.Array:
-    """Computes Σ x² over all floating-point leaves, in float32."""
+    """Computes Σ x² over all entries of all floating-point leaves, a float32 scalar."""
     squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in _floating_leaves(tree)]
     return jnp.sum(jnp.stack(squares)) if squares else jnp.zeros((), jnp.float32)
 
@@ -169,7 +173,7 @@ def all_finite(tree: PyTree) -> jax.Array:
 
 
 def matching_download(payload: PyTree, upload: PyTree) -> PyTree:
-    """Returns a tree like the upload with the downloaded value of each leaf.
+    """Returns a tree like the upload with the value that the client downloaded for each leaf.
 
     A leaf is zero if it is not floating-point, or if the download has no leaf of the same path and
     shape.
@@ -187,7 +191,7 @@ def matching_download(payload: PyTree, upload: PyTree) -> PyTree:
 
 
 def change(payload: PyTree, upload: PyTree) -> PyTree:
-    """Returns the upload minus the download. Leaves that are not floating-point are unchanged."""
+    """Returns the upload minus `matching_download`; leaves that are not floats are as uploaded."""
 
     def minus(new: jax.Array, old: jax.Array) -> jax.Array:
         return new - old if jnp.issubdtype(new.dtype, jnp.floating) else new
@@ -196,7 +200,7 @@ def change(payload: PyTree, upload: PyTree) -> PyTree:
 
 
 def map_layers(f: Callable[..., Any], tree: PyTree, *trees: PyTree) -> PyTree:
-    """Maps f(layer name, leaf, *leaves) over the leaves of one or more trees."""
+    """Returns a tree of f(layer name, leaf, *leaves) over the leaves of trees of one structure."""
 
     def with_name(path: tuple[Any, ...], *leaves: Any) -> Any:
         return f(layer_name(path), *leaves)

@@ -45,7 +45,7 @@ def selected_transforms(
     """Returns the transforms that the settings select, in the order of `chain`.
 
     Args:
-      value_of: Returns the value of a setting.
+      value_of: Name of a setting -> its value.
       context: Network, federation and data of the phase.
     """
     transforms = (selectable.make(value_of, context) for selectable in REGISTRY)

@@ -42,7 +42,7 @@ class Client(NamedTuple):
     """Client-side state of the method, and the compression error of the last upload."""
 
     method: PyTree  # client-side state of the method
-    lost: PyTree  # compression error, which the next upload adds
+    lost: PyTree  # compression error, of the upload's structure; () without feedback
 
 
 def leaf_bytes(size: int, bits: int | None, top_k: float | None) -> int:
@@ -59,10 +59,10 @@ def leaf_bytes(size: int, bits: int | None, top_k: float | None) -> int:
 
 
 def encode(x: jax.Array, key: jax.Array, bits: int | None, top_k: float | None) -> jax.Array:
-    """Returns an array as the server reconstructs it after compression, in the shape of `x`.
+    """Returns an array after compression and decompression, in the shape of `x`.
 
     Args:
-      x: The array.
+      x: The array to compress: the change that a client uploads.
       key: Random key of the rounding.
       bits: Bits per value; None: not quantised.
       top_k: Fraction of values that are sent; None: all.
@@ -145,7 +145,7 @@ def compression(
 
 
 def _is_exact(leaf: Any) -> bool:
-    """Returns True for masks and counters, which are not compressed."""
+    """Returns True unless the dtype is floating: masks and counters are not compressed."""
     return not jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
@@ -176,6 +176,7 @@ def _compressed_traffic(
 
 
 def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transform | None:
+    """Returns the transform, or None if upload_bits and upload_top_k are unset."""
     bits, top_k = value_of("upload_bits"), value_of("upload_top_k")
     if bits is None and top_k is None:
         return None

@@ -47,7 +47,7 @@ class Client(NamedTuple):
 
 
 def _matching_paths(tree: PyTree, private: PyTree, skip: int = 1) -> dict[Path, Path]:
-    """Returns the paths in a tree that end with a path of `private`, with that path.
+    """Returns a dict: path in `tree` -> the path in `private` that it ends with.
 
     Args:
       tree: Any tree with models in it.
@@ -67,12 +67,12 @@ def _matching_paths(tree: PyTree, private: PyTree, skip: int = 1) -> dict[Path, 
 
 
 def replace_layers(tree: PyTree, private: PyTree, skip: int = 1) -> PyTree:
-    """Returns a tree with the private layers in each of its models, stacked models included.
+    """Returns `tree` with the values of `private` in each of its models, stacked ones included.
 
     Args:
       tree: Any tree with models in it.
       private: Variables of the private layers of one client.
-      skip: See `_matching_paths`.
+      skip: Entries at the start of a private path that need not match; 1: the collection.
     """
     matches = _matching_paths(tree, private, skip)
     leaves = dict(tree_leaves_with_path(private))
@@ -86,7 +86,7 @@ def replace_layers(tree: PyTree, private: PyTree, skip: int = 1) -> PyTree:
 def private_layers(
     model: Any, federation: Federation, data: FederatedData, layers: Collection[str]
 ) -> Transform:
-    """Returns a transform that keeps layers on the clients.
+    """Returns a transform with which each client keeps its own values of some layers.
 
     Args:
       model: The network.
@@ -145,6 +145,7 @@ def private_layers(
 
 
 def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transform | None:
+    """Returns the transform for the last layer, or None if keep_head is False."""
     if not value_of("keep_head"):
         return None
     return private_layers(context.model, context.federation, context.data, {context.model.head})

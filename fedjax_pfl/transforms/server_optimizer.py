@@ -36,27 +36,29 @@ from fedjax_pfl.transforms.wrapping import Selectable, Transform, TransformConte
 class Server(NamedTuple):
     """Server-side state of the method, and the state of the optimiser."""
 
-    method: PyTree
-    optimizer: PyTree
+    method: PyTree  # server-side state of the method
+    optimizer: PyTree  # state of the optimiser of the model's parameters
 
 
 class Moments(NamedTuple):
-    """First and second moment of the changes Δ."""
+    """Running moments of the changes Δ: the method's new parameters minus the old ones."""
 
-    m: PyTree
-    v: PyTree
+    m: PyTree  # first moment
+    v: PyTree  # second moment, from Δ²
 
 
 def adaptive(
     second_moment: Callable[[jax.Array, jax.Array], jax.Array], *, rate: Any, b1: Any, tau: Any
 ) -> optax.GradientTransformation:
-    """Returns the optimiser of Algorithm 2 of the paper, for −Δ as the gradient.
+    """Returns the server optimiser of Reddi et al. (2021), whose update is η m / (√v + τ).
+
+    Its gradient is −Δ, where Δ is the method's new parameters minus the old ones.
 
     Args:
-      second_moment: (v, Δ²) -> the new v.
+      second_moment: (v, Δ²) -> the new v, for each array. The first v is τ².
       rate: Learning rate η.
       b1: Decay rate β1 of the first moment.
-      tau: Constant τ added to the root.
+      tau: Constant τ > 0.
     """
 
     def init(params: PyTree) -> Moments:
@@ -72,7 +74,9 @@ def adaptive(
 
 
 def server_optimizer(data: FederatedData, optimizer: optax.GradientTransformation) -> Transform:
-    """Returns a transform that updates the server's model by an optimiser, with −Δ as the gradient.
+    """Returns a transform that updates the server's parameters by an optimiser.
+
+    The gradient is −Δ, where Δ is the method's new parameters minus the old ones.
 
     It suits methods whose clients download the server's model and upload a model of the same
     shapes; other methods raise UsageError.
@@ -116,7 +120,7 @@ def server_optimizer(data: FederatedData, optimizer: optax.GradientTransformatio
 
 
 def _method_state(state: State) -> State:
-    """Returns the method's state, without the optimiser."""
+    """Returns the state with the method's own server part, without the optimiser's state."""
     server = state.server
     return state._replace(server=server.method if isinstance(server, Server) else server)
 
@@ -126,7 +130,7 @@ def _apply_step(old: jax.Array, step: jax.Array, delta: jax.Array, mean: jax.Arr
 
     Args:
       old: Parameters before the round, of the shape of all arguments.
-      step: The optimiser's step.
+      step: The optimiser's update.
       delta: Mean minus old parameters.
       mean: The method's new parameters.
     """
@@ -152,6 +156,7 @@ def _check(algorithm: Algorithm, data: FederatedData) -> None:
 
 
 def _sgd(value_of: Callable[[str], Any]) -> optax.GradientTransformation:
+    """Returns SGD with the learning rate and momentum of the settings."""
     rate, momentum = value_of("server_learning_rate"), value_of("server_momentum")
     return optax.chain(optax.trace(momentum), optax.scale(-rate))
 
@@ -164,7 +169,7 @@ def _adaptive(
     `value_of` returns the value of a setting, given its name, such as server_learning_rate.
 
     Args:
-      second_moment: (v, Δ², β2) -> the new v.
+      second_moment: (v, Δ², β2) -> the new second moment v; β2 is the setting server_b2.
       default_b1: Decay rate of the first moment if server_b1 is unset.
     """
 
@@ -194,6 +199,7 @@ _setting = partial(Setting, roles=_HYPERPARAMETER)
 
 
 def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transform | None:
+    """Returns the transform, or None if the setting server_optimizer is mean."""
     create = context.registry["server_optimizer"][value_of("server_optimizer")]
     optimizer = create(value_of)
     return None if optimizer is None else server_optimizer(context.data, optimizer)

@@ -70,12 +70,13 @@ def upload_noise(clip_norm: float, multiplier: float) -> Transform:
 
 
 def _is_variance(path: tuple[Any, ...]) -> bool:
-    """Returns True for a variance of BatchNorm, which must not be negative."""
+    """Returns True for the path of a variance of BatchNorm, which noise must not make negative."""
     names = [getattr(entry, "key", None) for entry in path]
     return "batch_stats" in names and names[-1] == "var"
 
 
 def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transform | None:
+    """Returns the transform, or None if upload_clip_norm is unset and there is no noise."""
     clip_norm, multiplier = value_of("upload_clip_norm"), value_of("upload_noise")
     if clip_norm is None and multiplier:
         raise UsageError(

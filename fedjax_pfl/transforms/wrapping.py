@@ -23,30 +23,32 @@ Transform = Callable[[Algorithm], Algorithm]
 
 
 class TransformContext(NamedTuple):
-    """Network, federation and data of a phase."""
+    """Network, federation and data of a phase, from which a transform is made."""
 
     model: Any  # of the first architecture group
     federation: Federation
     data: FederatedData  # only its shapes matter
-    registry: Mapping[str, Mapping[str, Any]]  # factories by setting and name
+    # Factories by setting and value, such as registry["server_optimizer"]["adam"]
+    registry: Mapping[str, Mapping[str, Any]]
 
 
 class Selectable(NamedTuple):
     """A transform that settings can select."""
 
-    title: str  # group of settings in which its settings are listed
-    settings: Mapping[str, Setting]
+    title: str  # heading under which its settings are listed
+    settings: Mapping[str, Setting]  # by name
     # (value_of, context) -> the transform, or None if the settings do not select it
+    # `value_of`: name of a setting -> its value
     make: Callable[[Callable[[str], Any], TransformContext], Transform | None]
 
 
 class RoundShapes(NamedTuple):
     """Shapes and dtypes of one client's round."""
 
-    state: State
+    state: State  # of all clients, before the round
     payload: PyTree
     upload: PyTree
-    variables: PyTree  # of the trained model
+    variables: PyTree  # of the model that the client trained
 
 
 def round_shapes(algorithm: Algorithm, data: FederatedData) -> RoundShapes:
@@ -70,8 +72,8 @@ def round_shapes(algorithm: Algorithm, data: FederatedData) -> RoundShapes:
 def chain(algorithm: Algorithm, *transforms: Transform) -> Algorithm:
     """Returns the algorithm wrapped in transforms, the first one innermost.
 
-    The state of an earlier phase may contain records of its transforms, whose first field is
-    `method`. Each transform removes its own record; the method gets the state without the others.
+    `start`, the state of an earlier phase, may contain records of its transforms: NamedTuples whose
+    first field is `method`. The `init` of the method gets it without them.
     """
     inner = algorithm
 
@@ -89,7 +91,7 @@ def chain(algorithm: Algorithm, *transforms: Transform) -> Algorithm:
 
 
 def _without_records(part: PyTree) -> PyTree:
-    """Returns a part of a method's state without the records of transforms around it."""
+    """Returns the innermost field `method` of nested records of transforms, or else the part."""
     while getattr(part, "_fields", ("",))[0] == "method":
         part = part.method
     return part
@@ -107,8 +109,10 @@ def with_client_state(
       algorithm: The algorithm, with or without groups.
       record: NamedTuple (method, state of the transform): the type of a client's state.
       first: (algorithm, key, state, start) -> initial state of the transform, stacked over
-        clients. All are of one group; `start` may come from an algorithm without the transform.
-      wrap: Wraps one group's algorithm; its `train` and `personalize` get a `record`.
+        clients. All are of one group; `start` is the state of an earlier phase or None, and may
+        come from an algorithm without the transform.
+      wrap: One group's algorithm -> the algorithm with a `record` as client-side state in `train`
+        and `personalize`.
     """
     grouped, members = as_grouped(algorithm), group_algorithms(algorithm)
 
