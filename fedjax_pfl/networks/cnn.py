@@ -40,7 +40,7 @@ class DropoutCNN(nn.Module):
     kernels: tuple[int, ...] = (32, 64)
     hidden: int = 128
     dropout: tuple[float, ...] = (0.25, 0.5)
-    conv: str = "auto"
+    conv: str = "auto"  # lowering of convolutions, see `lowerings.conv`
     layers = ("conv1", "conv2", "fc1", "fc2")  # names, from the input to the output
     head = "fc2"  # name of the last layer
 

@@ -13,7 +13,7 @@ class CNN1D(nn.Module):
     """Convolutions with ReLU and pooling of two time steps, a mean over time and a linear head.
 
     Layers are conv1, conv2, ... and fc1; with `batch_norm` norm1, norm2, ... follow the
-    convolutions. Kernels have shape [kernel_size, 1, in, out]. Convolutions keep the length of a
+    convolutions. Kernels are [kernel_size, 1, inputs, outputs]. Convolutions keep the length of a
     window; pooling drops the last step of an odd length.
 
     Args:
@@ -26,7 +26,7 @@ class CNN1D(nn.Module):
     kernels: tuple[int, ...] = (32, 64)
     kernel_size: int = 5
     batch_norm: bool = False
-    conv: str = "auto"
+    conv: str = "auto"  # lowering of convolutions, see `lowerings.conv`
     head = "fc1"  # name of the last layer
 
     @property

@@ -24,15 +24,15 @@ LAYOUTS = ("kernel", "mixed", "oihw")
 class Reparametrised(abc.ABC):
     """`model` with kernels computed from factors at every call."""
 
-    model: Any
-    input_shape: tuple[int, ...]
+    model: Any  # the network with plain kernels
+    input_shape: tuple[int, ...]  # of one example
     input_dtype: str = dataclasses.field(default="float32", kw_only=True)
     kernel_axes = (2, 3, 4)  # kernels with another number of axes are not factorised
     head_keeps_kernel = True  # whether the head keeps its kernel
 
     @abc.abstractmethod
     def factors(self, key: jax.Array, shape: tuple[int, ...]) -> dict[str, jax.Array]:
-        """Returns initial factors for a kernel of this shape, sampled at random."""
+        """Returns random initial factors by name, such as `u`, for a kernel of this shape."""
 
     def initial_factors(self, key: jax.Array, kernel: jax.Array) -> dict[str, jax.Array]:
         """Returns initial factors of a layer, given the initial kernel of `model`."""
@@ -64,7 +64,7 @@ class Reparametrised(abc.ABC):
         return tuple(name for name in self.layers if name in names)
 
     def init(self, key: jax.Array, x: jax.Array) -> dict[str, PyTree]:
-        """Initialises the network, with factors instead of kernels."""
+        """Returns initial variables for x [B, ...], with factors in place of kernels."""
         variables = dict(self.model.init(key, x))
 
         def factorize(tree: PyTree, path: tuple[str, ...] = ()) -> PyTree:
@@ -79,12 +79,12 @@ class Reparametrised(abc.ABC):
         return {**variables, "params": factorize(variables["params"])}
 
     def apply(self, variables: PyTree, *arguments: Any, **options: Any) -> Any:
-        """Applies the network with kernels computed from the factors."""
+        """Applies `model` with kernels computed from the factors; passes the other arguments on."""
         params = self.model_params(variables["params"])
         return self.model.apply({**variables, "params": params}, *arguments, **options)
 
     def model_params(self, params: PyTree) -> PyTree:
-        """Returns the parameters of `model`, with kernels computed from the factors."""
+        """Returns the parameters of `model`: `kernel` in place of the factors in `params`."""
 
         def with_kernels(shapes: PyTree, factors: PyTree, path: tuple[str, ...] = ()) -> PyTree:
             result = {}
@@ -121,12 +121,12 @@ class Factorized(Reparametrised):
     """
 
     rank: int = 1
-    layout: str = "kernel"
+    layout: str = "kernel"  # kernel, mixed or oihw
     bias: bool = True  # whether to add μ
     head_keeps_kernel = False
 
     def _matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Returns the shape of u vᵀ for a kernel of this shape."""
+        """Returns the shape of the matrix u vᵀ for a kernel of this shape."""
         if len(shape) == 2:
             return shape[0], shape[1]
         f, g, inputs, outputs = _four_axes(shape)
@@ -141,7 +141,7 @@ class Factorized(Reparametrised):
         return factors | ({"mu": jnp.zeros((rows, columns))} if self.bias else {})
 
     def kernel(self, factors: dict[str, jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        """Computes π(u vᵀ + μ)."""
+        """Computes u vᵀ + μ, reshaped to `shape`."""
         matrix = jnp.matmul(factors["u"], factors["v"].T, precision="highest")
         if self.bias:
             matrix += factors["mu"]
@@ -188,8 +188,8 @@ class Hadamard(Reparametrised):
     References: Hyeon-Woo, Ye-Bin and Oh, FedPara (2022), propositions 1 to 3 and pFedPara.
 
     Args:
-      gamma: Rank, from 0 to 1. With 0 it is ⌈√max(I, O)⌉, the least with which W can have full
-        rank. With 1 the factors have the size of W.
+      gamma: Chooses the rank, from 0 to 1. With 0 it is ⌈√max(I, O)⌉, the least with which W can
+        have full rank. With 1 the factors have the size of W.
     """
 
     gamma: float = 0.0
@@ -223,7 +223,7 @@ class Hadamard(Reparametrised):
         return factors
 
     def kernel(self, factors: dict[str, jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        """Computes W1 ⊙ (W2 + 1)."""
+        """Computes W1 ⊙ (W2 + 1), of this shape, from the factors t1, y1, x1, t2, y2 and x2."""
 
         def low_rank(i: int) -> jax.Array:
             x, y = factors[f"x{i}"], factors[f"y{i}"]

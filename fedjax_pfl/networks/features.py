@@ -11,7 +11,7 @@ from fedjax_pfl.core.errors import UsageError
 
 
 class WithFeatures(NamedTuple):
-    """A network that returns (outputs [B, ...], features [B, d]).
+    """A network that also returns the inputs of its head: (outputs [B, ...], features [B, d]).
 
     `transform` maps features [B, d] to the inputs of the head; None leaves them unchanged.
     """
@@ -20,7 +20,10 @@ class WithFeatures(NamedTuple):
     transform: Callable[[jax.Array], jax.Array] | None = None
 
     def apply(self, variables: Any, x: jax.Array, *, mutable: Any = False, **options: Any) -> Any:
-        """Returns (outputs, features), and updated collections if `mutable` is given."""
+        """Returns (outputs, features), or ((outputs, features), updated collections) if `mutable`.
+
+        Features are as before `transform`, None if no head is called. `options` go to the network.
+        """
         head = self.network.head  # may trace the network, which must not be intercepted
         inputs = []
 
@@ -39,7 +42,7 @@ class WithFeatures(NamedTuple):
 
 
 def width(method: str, network: Any, federation: Federation) -> int:
-    """Returns d, or raises UsageError if the head is not called with one vector per example.
+    """Returns the length d of the features [B, d]. Raises UsageError if they have another shape.
 
     Args:
       method: Name of the method that reads the features, for the message.

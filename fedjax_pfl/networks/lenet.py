@@ -31,7 +31,7 @@ class LeNet(nn.Module):
     kernel_size: int = 5
     padding: str = "VALID"
     batch_norm: bool = False
-    conv: str = "auto"
+    conv: str = "auto"  # lowering of convolutions, see `lowerings.conv`
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ class LSTMLayer(nn.Module):
     U(-1/√H, 1/√H), as in PyTorch.
     """
 
-    hidden: int
+    hidden: int  # number of units H
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -53,7 +53,7 @@ class MobileNet(nn.Module):
     width: float = 1.0
     norm: str = "batch"
     dropout: float = 0.2
-    conv: str = "auto"
+    conv: str = "auto"  # lowering of convolutions, see `lowerings.conv`
     head = "fc1"  # name of the last layer
 
     @property
@@ -66,7 +66,7 @@ class MobileNet(nn.Module):
         return (*names, "conv2", "norm2", "fc1")
 
     def _blocks(self) -> list[_Block]:
-        """Returns the sizes of all blocks."""
+        """Returns the sizes of all blocks, from the input to the output."""
         blocks, inputs = [], _rounded(_STEM * self.width)
         for expansion, channels, repeats, stride in _STAGES:
             outputs = _rounded(channels * self.width)
@@ -126,6 +126,6 @@ class MobileNet(nn.Module):
 
 
 def _rounded(channels: float) -> int:
-    """Rounds to a multiple of 8, at most 10 % down."""
+    """Rounds to the nearest multiple of 8, at least 8, or up if that is more than 10 % down."""
     nearest = max(_GROUP, int(channels + _GROUP / 2) // _GROUP * _GROUP)
     return nearest + _GROUP if nearest < 0.9 * channels else nearest

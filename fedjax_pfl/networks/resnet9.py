@@ -23,7 +23,7 @@ class ResNet9(nn.Module):
 
     outputs: int = 10
     width: int = 64
-    conv: str = "auto"
+    conv: str = "auto"  # lowering of convolutions, see `lowerings.conv`
     head = "fc1"  # name of the last layer
 
     @property

@@ -10,7 +10,7 @@ from fedjax_pfl.core import trees
 from fedjax_pfl.core.jaxprs import Jaxpr, Var, inner_programs
 
 PyTree = Any
-Labels = frozenset[str]
+Labels = frozenset[str]  # names of layers, or _TOKENS for the network's input
 Position = tuple[int, ...]  # index of an equation, after the indices of the equations around it
 _TOKENS = "x"
 _NO_LABELS = Labels()
@@ -37,7 +37,7 @@ _REARRANGING = frozenset(
 def layers_in_order(
     apply: Callable[[PyTree, Any], Any], variables: PyTree, x: Any
 ) -> tuple[str, ...]:
-    """Returns the layers in the order in which their last parameter is used.
+    """Returns the names of the layers, ordered by the last use of any of their parameters.
 
     Unused layers come first.
 
@@ -58,7 +58,7 @@ def layers_in_order(
 
 
 def vocabulary_size(apply: Callable[[PyTree, Any], Any], variables: PyTree, x: Any) -> int | None:
-    """Returns the number of rows of the smallest array that is indexed by the input.
+    """Returns the number of rows of the smallest array, such as an embedding, indexed by `x`.
 
     Args:
       apply: (variables, x) -> outputs.
@@ -83,9 +83,9 @@ def _uses(
     """Yields (labels, position, equation) for every equation that reads a labelled variable.
 
     Args:
-      trace: The program.
-      labels: Labels of its variables; extended by those of rearranged variables.
-      position: Position of the program.
+      trace: The jaxpr. Jaxprs inside its equations, such as loop bodies, are searched too.
+      labels: Labels of its variables. Those of rearranged variables are added in place.
+      position: Position of the equation that contains the jaxpr; () for the outermost.
       indices: Yield only gathers whose indices are labelled.
     """
     for i, eqn in enumerate(trace.eqns):

@@ -70,7 +70,12 @@ class Transformer(nn.Module):
 
 
 def attention(qkv: jax.Array, heads: int) -> jax.Array:
-    """Computes causal attention softmax(q kᵀ / √d) v from [B, T, 3D], of shape [B, T, D]."""
+    """Computes causal multi-head attention. Returns an array of shape [B, T, D].
+
+    Args:
+      qkv: Queries, keys and values, [B, T, 3D] in this order.
+      heads: Number of heads; each attends with D / heads of the D numbers.
+    """
     batch, length, _ = qkv.shape
     q, k, v = jnp.moveaxis(qkv.reshape(batch, length, 3, heads, -1), 2, 0)
     logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])

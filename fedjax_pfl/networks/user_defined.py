@@ -36,13 +36,13 @@ class UserNetwork(abc.ABC):
     name: str  # in configurations
     settings: Mapping[str, Any]  # settings of the module, including the digest of its code
     definition: Any  # a linen module, or a function nnx.Rngs -> NNX module
-    input_shape: tuple[int, ...] = ()
+    input_shape: tuple[int, ...] = ()  # of one example
     input_dtype: str = "float32"
     conv: str = "auto"  # lowering of convolutions that do not choose one
 
     @abc.abstractmethod
     def init(self, key: jax.Array, x: jax.Array) -> dict[str, PyTree]:
-        """Returns initial variables in nested dicts: `params`, and `batch_stats` if it has any."""
+        """Returns variables for x [B, ...] as nested dicts: `params`, and `batch_stats` if any."""
 
     @abc.abstractmethod
     def apply(
@@ -72,7 +72,7 @@ class UserNetwork(abc.ABC):
     @property
     @abc.abstractmethod
     def module(self) -> Any:
-        """The module, whose attributes and signature can be read."""
+        """The module, to read attributes and signature; of NNX with shapes instead of values."""
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
@@ -107,7 +107,7 @@ class UserNetwork(abc.ABC):
         return jnp.zeros((2, *self.input_shape), self.input_dtype)
 
     def _flags(self, train: bool) -> dict[str, bool]:
-        """Returns the training flags that the module accepts, with their values."""
+        """Returns the flags, such as train or deterministic, that the module's call accepts."""
         accepted = inspect.signature(self.module.__call__).parameters
         flags = dict.fromkeys(_TRAINING_FLAGS, train) | dict.fromkeys(_EVALUATION_FLAGS, not train)
         return {name: value for name, value in flags.items() if name in accepted}
@@ -123,7 +123,7 @@ class LinenNetwork(UserNetwork):
         return self.definition
 
     def init(self, key: jax.Array, x: jax.Array) -> dict[str, PyTree]:
-        """Returns initial variables; only `params` and `batch_stats` are allowed."""
+        """Returns initial variables; raises UsageError for more than `params` and `batch_stats`."""
         keys = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         variables = meta.unbox(unfreeze(self.definition.init(keys, x, **self._flags(False))))
         for collection in variables:
@@ -144,7 +144,7 @@ class LinenNetwork(UserNetwork):
         rngs: Mapping[str, jax.Array] | None = None,
         mutable: Any = False,
     ) -> Any:
-        """Applies the module; sets the mask of BatchNorm and the lowering of convolutions."""
+        """Implements `UserNetwork.apply`; sets BatchNorm's mask and the convolutions' lowering."""
 
         def intercept(call: Any, arguments: Any, options: Any, context: Any) -> Any:
             layer, is_call = context.module, context.method_name == "__call__"
@@ -164,7 +164,7 @@ class LinenNetwork(UserNetwork):
 
 
 def spread_mask(name: str, mask: jax.Array | None, x: jax.Array) -> jax.Array | None:
-    """Returns the mask of a BatchNorm's input.
+    """Returns the mask of a batch in the shape that BatchNorm takes. Checks the batch axis.
 
     Args:
       name: Name of the network, for the message.
@@ -194,7 +194,7 @@ def random_evaluation_error(name: str) -> UsageError:
 
 
 def check_network(name: str, model: Any, x: Any) -> Any:
-    """Checks that a network can be evaluated and trained. Raises UsageError if it cannot.
+    """Checks by tracing that a user's network can be evaluated and trained, or raises UsageError.
 
     Args:
       name: Name of the network, for messages.
@@ -251,7 +251,7 @@ def check_tokens(name: str, model: Any, x: np.ndarray) -> tuple[int, int] | None
     """Looks for a token outside the vocabulary of a network.
 
     Args:
-      name: Name of the network.
+      name: Ignored.
       model: The network.
       x: Tokens, int [examples, T].
 

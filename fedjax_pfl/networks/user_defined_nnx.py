@@ -21,11 +21,11 @@ from fedjax_pfl.networks.user_defined import (
 
 
 class _Variable(NamedTuple):
-    """A variable of an NNX module."""
+    """A variable of an NNX module, without its value."""
 
-    collection: str | None  # None for random states
-    path: tuple[Any, ...]
-    shape: Any  # the variable without a value
+    collection: str | None  # params or batch_stats; None for random states
+    path: tuple[Any, ...]  # keys of the variable in the module's state
+    shape: Any  # the NNX variable with a shape as its value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +58,7 @@ class NnxNetwork(UserNetwork):
         return structure, variables
 
     def init(self, key: jax.Array, x: jax.Array) -> dict[str, PyTree]:
+        """Returns initial variables; `x` is ignored."""
         del x
         return self._values(self.definition(nnx.Rngs(key)))
 
@@ -83,9 +84,9 @@ class NnxNetwork(UserNetwork):
         rngs: Mapping[str, jax.Array] | None = None,
         mutable: Any = False,
     ) -> Any:
-        """Applies the module; sets the mask of BatchNorm and the lowering of convolutions.
+        """Implements `UserNetwork.apply`; sets BatchNorm's mask and the convolutions' lowering.
 
-        Raises an error if the module uses random numbers in evaluation.
+        Raises UsageError if the module uses random numbers in evaluation.
         """
         structure, parts = self._structure
         dropout_key = rngs["dropout"] if rngs else jax.random.key(0)
@@ -120,7 +121,7 @@ class NnxNetwork(UserNetwork):
 
 
 def _set_mask(name: str, norm: nnx.BatchNorm, mask: jax.Array) -> None:
-    """Makes a BatchNorm use the mask. The layer exists only for this call of the network."""
+    """Makes a BatchNorm use the mask [B], in place. The layer exists only for one call."""
     norm_class = type(norm)
 
     def call(self: Any, x: Any, *arguments: Any, **options: Any) -> Any:

@@ -13,7 +13,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class ZeroHead:
-    """The network `model` with a last layer that is initialised with zeros.
+    """The network `model` with a last layer that is initialised with zeros, else unchanged.
 
     Clients that differ only in the order of their labels then train identical lower layers. With a
     random head they do not.
@@ -22,7 +22,7 @@ class ZeroHead:
     model: Any
 
     def init(self, key: jax.Array, x: jax.Array) -> dict[str, PyTree]:
-        """Initialises the network, with zeros in the head."""
+        """Returns initial variables for x [B, ...], with zeros in the head's parameters."""
 
         def zero_head(layer: str, leaf: jax.Array) -> jax.Array:
             return jnp.zeros_like(leaf) if layer == self.model.head else leaf

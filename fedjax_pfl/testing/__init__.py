@@ -21,19 +21,19 @@ def check(
     tell: Callable[[str], None] = print,
     **settings: Any,
 ) -> None:
-    """Checks a method on a tiny federation of six clients; takes some seconds.
+    """Checks all rules on a tiny federation of six clients; takes some seconds.
 
     >>> from fedjax_pfl import fedavg
     >>> check(fedavg, tell=lambda line: None)
 
     Args:
-      factory: (model, training, federation, *, settings) -> Algorithm.
+      factory: (model, training, federation, **settings) -> Algorithm.
       model: Flax module for inputs of shape [5] and 3 classes. Default: a small network with
         BatchNorm.
       training: Local training. Default: SGD with momentum, decay, clipping and a short last batch.
       rows_of_absent_clients_change: Set it if the server-side rows of absent clients change by
         design, for instance because of momentum.
-      tell: Gets a line for every rule.
+      tell: Called with a line for every rule: ok or broken, its title and the reason.
       **settings: The method's own settings.
 
     Raises:

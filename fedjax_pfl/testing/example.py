@@ -24,18 +24,22 @@ class TinyNetwork(nn.Module):
 
     outputs: int = CLASSES
     hidden: int = HIDDEN
-    head = "fc2"
-    layers = ("fc1", "norm1", "fc2")
+    head = "fc2"  # name of the last layer
+    layers = ("fc1", "norm1", "fc2")  # names, from the input to the output
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False, mask: Any = None) -> jax.Array:
+        """Maps [B, features] to [B, outputs]; `mask` is bool [B], False for padding."""
         x = nn.Dense(self.hidden, use_bias=False, name="fc1")(x)
         x = batch_norm(x, train, mask, "norm1")
         return nn.Dense(self.outputs, name="fc2")(nn.relu(x))
 
 
 def training(**changes: Any) -> local_training.Training:
-    """Returns local SGD with momentum kept by clients, decay, clipping and a short last batch."""
+    """Returns local SGD with momentum kept by clients, decay, clipping and a short last batch.
+
+    `changes` replace arguments of `local_training.sgd`.
+    """
     settings = {
         "learning_rate": 0.1,
         "momentum": 0.9,
@@ -49,7 +53,11 @@ def training(**changes: Any) -> local_training.Training:
 
 
 def split_of(counts: np.ndarray, first: int, width: int, filler: int) -> tuple[Split, int]:
-    """Returns consecutive rows for each client, padded with `filler`, and the next free row."""
+    """Gives each client consecutive rows of the examples, starting at row `first`.
+
+    Returns the split, whose rows [clients, width] are padded with the row number `filler`, and the
+    next free row. `counts` [clients] are the clients' numbers of examples.
+    """
     rows = np.full((len(counts), width), filler, np.int32)
     for i, count in enumerate(counts):
         rows[i, :count] = np.arange(first, first + count)
@@ -60,12 +68,12 @@ def split_of(counts: np.ndarray, first: int, width: int, filler: int) -> tuple[S
 def vectors(
     *, clients: int = CLIENTS, extra: int = 0, filler: int = 0, seed: int = 0, **changes: Any
 ) -> tuple[FederatedData, Federation]:
-    """Returns learnable vectors of three classes for the first `clients` clients.
+    """Returns data and federation with learnable vectors of three classes.
 
     Args:
-      clients: Number of clients.
+      clients: Number of clients, at most 6; the first ones, with the same examples.
       extra: Columns of padding after the longest client's examples.
-      filler: Row that the padding refers to.
+      filler: Row of the examples that the padding refers to.
       seed: Seed of the examples.
       **changes: Fields of `FederatedData` to replace.
     """
@@ -91,7 +99,11 @@ def vectors(
 
 
 def sequences(*, extra: int = 0, filler: int = 0) -> tuple[FederatedData, Federation]:
-    """Returns tokens [B, T] that count up or down, and the next token of each; some have none."""
+    """Returns data and federation with tokens x [B, T] that count up or down.
+
+    Labels y [B, T] are the next tokens, -1 from a random length on. `extra` and `filler` are those
+    of `vectors`.
+    """
     data, federation = vectors(extra=extra, filler=filler)
     rng = np.random.default_rng(4)
     n = data.x.shape[0]

@@ -50,7 +50,7 @@ def make_key() -> jax.Array:
 
 
 class World(NamedTuple):
-    """A federation of the size of `example.vectors`, and the same with other padding."""
+    """The data of a federation like `example.vectors`, and the same with other padding."""
 
     data: FederatedData
     federation: Federation
@@ -59,7 +59,7 @@ class World(NamedTuple):
 
 
 def make_world(federated: Callable[..., tuple[FederatedData, Federation]]) -> World:
-    """Returns the world of a function such as `example.vectors`."""
+    """Returns the data that `federated(extra=..., filler=...)` makes with three paddings."""
     data, federation = federated()
     return World(
         data=data,
@@ -71,12 +71,12 @@ def make_world(federated: Callable[..., tuple[FederatedData, Federation]]) -> Wo
 
 @dataclass(eq=False)
 class Subject:
-    """A method on a small federation, and everything that its rules share."""
+    """A method on a small federation, and the programs and results that its rules share."""
 
-    name: str
+    name: str  # the method's, for messages
     make: Callable[..., Algorithm]  # federation -> Algorithm
     world: World
-    rows_of_absent_clients_change: bool = False
+    rows_of_absent_clients_change: bool = False  # server-side rows, by design
 
     @cached_property
     def algorithm(self) -> Algorithm:
@@ -90,7 +90,7 @@ class Subject:
 
     @cached_property
     def rounds(self) -> CompiledRounds:
-        """Returns the compiled rounds, which count traces of `train`."""
+        """Returns the compiled rounds, which append to `traces` when `train` is traced."""
 
         def train(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
             self.traces.append(1)
@@ -100,7 +100,10 @@ class Subject:
         return make_rounds(counting, self.world.federation, **OPTIONS)
 
     def run(self, n: int, t: int = 0, state: Any = None, data: Any = None) -> tuple[State, Log]:
-        """Returns state and log in NumPy after `n` more rounds."""
+        """Runs rounds t to t + n - 1. Returns the state and their log, in NumPy.
+
+        Without `state` they start from the initial state; without `data`, on the world's.
+        """
         state = self.rounds.init(make_key()) if state is None else self.rounds.place(state)
         data = self.world.data if data is None else data
         state, (log,) = self.rounds.run(make_key(), state, data, jnp.int32(t), jnp.int32(n))
@@ -139,12 +142,12 @@ class Subject:
 
     @cached_property
     def receive(self) -> Callable[..., Any]:
-        """Returns the compiled server update."""
+        """Returns the algorithm's `receive`, compiled."""
         return jax.jit(self.algorithm.receive)
 
     @cached_property
     def third_round(self) -> Any:
-        """Returns payloads, uploads and client-side states of all clients, one after the other.
+        """Returns (payloads, uploads, client-side states) of all clients, stacked, [N, ...].
 
         The data has nine more columns of padding per client than that of `run`.
         """
@@ -155,7 +158,10 @@ class Subject:
         return jax.tree.map(lambda *leaves: np.stack(leaves), *jax.device_get(results))
 
     def cohort(self, arrived: np.ndarray) -> Cohort:
-        """Returns a cohort with a slot for each client, as the simulation builds it."""
+        """Returns the third round's cohort with a slot for each client.
+
+        `arrived` is bool [N]; uploads of the others are zeros.
+        """
         payloads, uploads, _ = self.third_round
         ids: Any = np.where(arrived, ALL_CLIENTS, example.CLIENTS).astype(np.int32)
         weights: Any = np.where(arrived, example.TRAIN, 0).astype(np.float32)
@@ -170,20 +176,23 @@ class Subject:
         )
 
     def looped(self, arrived: np.ndarray) -> State:
-        """Returns the state after the third round as a plain loop over the clients computes it."""
+        """Returns the state after a third round computed client by client, without mapping.
+
+        `arrived` is bool [N]; the others drop out.
+        """
         server, rows = self.receive(self.warm_state._replace(clients=()), self.cohort(arrived))
         clients = where(arrived, self.third_round[2], self.warm_state.clients)
         return State(server, rows, clients)
 
 
 def arrived_clients(log: Log, r: int = 0) -> np.ndarray:
-    """Returns bool [N]: the clients whose uploads counted in round `r` of a log."""
+    """Returns bool [N]: the clients whose uploads counted in the log's round at index `r`."""
     arrived = (log.present & ~log.dropped & ~log.rejected)[r]
     return np.isin(ALL_CLIENTS, log.ids[r][arrived])
 
 
 def where(condition: np.ndarray, new: Any, old: Any) -> Any:
-    """Like `trees.where` in NumPy: `condition` is [K], the leaves are [K, ...]."""
+    """Returns rows of `new` where `condition` [K] is True, else of `old`; leaves are [K, ...]."""
 
     def choose(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.where(condition.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
@@ -192,24 +201,24 @@ def where(condition: np.ndarray, new: Any, old: Any) -> Any:
 
 
 def shapes_are_right(subject: Subject) -> None:
-    """Checks shapes and dtypes of everything that the functions return."""
+    """Checks shapes and dtypes of everything that the algorithm's functions return."""
     check_shapes(subject.name, subject.algorithm, subject.world.federation, subject.world.data)
 
 
 def equals_a_plain_loop(subject: Subject) -> None:
-    """Compares a mapped round with a loop over clients, with more padding and an empty slot."""
+    """Compares a mapped round with a loop over clients with more padding, up to rounding."""
     state, log = subject.run(1, WARM_UP, subject.warm_state)
     chex.assert_trees_all_close(state, subject.looped(arrived_clients(log)), **TOLERANCES)
 
 
 def padding_is_invisible(subject: Subject) -> None:
-    """Other values in the padding change no bit."""
+    """Checks that other values in the padding change no bit of the state."""
     refilled, _ = subject.run(1, data=subject.world.refilled)
     chex.assert_trees_all_equal(subject.run(1)[0], refilled)
 
 
 def training_reads_no_test_examples(subject: Subject) -> None:
-    """Other test examples change no bit of the state."""
+    """Checks that other test examples change no bit of the state."""
     data = subject.world.data
     rows = np.asarray(data.test.rows)
     x = np.array(data.x)
@@ -219,7 +228,7 @@ def training_reads_no_test_examples(subject: Subject) -> None:
 
 
 def rounds_are_compiled_once(subject: Subject) -> None:
-    """Six rounds in one call equal calls of one, two and three rounds, bit for bit."""
+    """Checks that six rounds in one call equal calls of one, two and three, without retracing."""
     state_of_one_call, _ = subject.last
     traces, state = len(subject.traces), None
     for t, n in ((0, 1), (1, 2), (3, 3)):
@@ -229,7 +238,7 @@ def rounds_are_compiled_once(subject: Subject) -> None:
 
 
 def a_checkpoint_holds_the_whole_state(subject: Subject) -> None:
-    """Two rounds, a checkpoint and four more rounds equal six rounds, bit for bit."""
+    """Checks that two rounds, a checkpoint and four more equal six rounds, bit for bit."""
     with TemporaryDirectory() as folder:
         store = checkpoints.open_store(Path(folder))
         store.save(WARM_UP, {"state": subject.rounds.place(subject.warm_state)}, {})
@@ -241,7 +250,7 @@ def a_checkpoint_holds_the_whole_state(subject: Subject) -> None:
 
 
 def absent_clients_are_untouched(subject: Subject) -> None:
-    """Rows and client-side state of clients that did not arrive stay the same, bit for bit."""
+    """Checks that server-side rows and client-side state of absent clients keep every bit."""
     state, dropped = subject.first_state, 0
     for t in range(ROUNDS):
         before = state
@@ -258,7 +267,7 @@ def absent_clients_are_untouched(subject: Subject) -> None:
 
 
 def empty_slots_may_hold_anything(subject: Subject) -> None:
-    """Payloads and uploads of absent clients do not change the server update by a bit."""
+    """Checks that payloads and uploads of absent clients change no bit of the server update."""
     arrived = np.array([False, True, True, False, True, True])
     clean = subject.cohort(arrived)
 
@@ -278,7 +287,7 @@ def empty_slots_may_hold_anything(subject: Subject) -> None:
 
 
 def a_round_without_uploads_changes_nothing(subject: Subject) -> None:
-    """If no upload is finite, the state stays the same, bit for bit."""
+    """Checks that the state keeps every bit if no upload is finite."""
     data = subject.world.data
     state, log = subject.run(ROUNDS, data=data._replace(x=np.full_like(data.x, np.nan)))
     assert (log.rejected | log.dropped).all(), "an update of NaN examples was finite"
@@ -286,7 +295,7 @@ def a_round_without_uploads_changes_nothing(subject: Subject) -> None:
 
 
 def a_rejected_upload_is_an_absent_client(subject: Subject) -> None:
-    """If one client computes NaN, the round ends as if this client had dropped out."""
+    """Checks that a client whose upload is NaN counts as one that dropped out."""
     data = subject.world.data
     _, clean = subject.run(1, WARM_UP, subject.warm_state)
     bad = int(np.flatnonzero(arrived_clients(clean))[-1])
@@ -299,7 +308,7 @@ def a_rejected_upload_is_an_absent_client(subject: Subject) -> None:
 
 
 def every_byte_is_counted(subject: Subject) -> None:
-    """Totals by layer and by client agree, and clients that drop out upload nothing."""
+    """Checks that bytes by layer and by client agree, and that absent clients upload none."""
     _, log = subject.last
     book = ledger.add(ledger.empty(example.CLIENTS), (log,), ROUNDS)
     zero = np.zeros(log.ids.shape, int)

@@ -26,13 +26,16 @@ from fedjax_pfl.networks.factorized import Factorized
 
 
 class Matching(NamedTuple):
-    """Decides whose factors a client mixes. Rows are {"params": the latest uploads, ...}."""
+    """Decides whose factors a client mixes.
+
+    Rows are {"params": the latest uploads, leaves [N, ...]}, and further arrays of the method.
+    """
 
     compared: str  # the layer whose v the server compares
-    weights: Callable[[PyTree, Any, jax.Array], jax.Array]  # (rows, client, key) -> ω, [N]
+    weights: Callable[[PyTree, Any, jax.Array], jax.Array]  # (rows, client id, key) -> ω [N]
     first: Callable[[PyTree], PyTree]  # (stacked initial uploads) -> rows before the first round
     updated: Callable[[PyTree, Cohort], PyTree]  # (rows, cohort) -> new rows of the cohort
-    observe: Callable[[PyTree], dict[str, jax.Array]]  # (rows) -> what a run records
+    observe: Callable[[PyTree], dict[str, jax.Array]]  # rows -> arrays to record, by name
 
 
 class Penalty(NamedTuple):
@@ -40,18 +43,18 @@ class Penalty(NamedTuple):
 
     gradient: float  # λ in the gradient of λ ‖μ‖₁
     least: float  # smaller entries are pruned for evaluation and for the traffic count
-    pruned_travel: bool = False  # they are pruned before download and upload too
+    pruned_travel: bool = False  # prune them before download and upload too
 
 
 def body_layers(net: Factorized) -> list[str]:
-    """Returns the factorised layers before the head, from the input to the output."""
+    """Returns the factorised layers before the head, in order; raises UsageError if none."""
     layers = [name for name in net.factorized if name != net.head]
     require(layers, "this method mixes the factors of layers before the last, and there are none")
     return layers
 
 
 def stacked_leaf(models: PyTree, layer: str, leaf: str) -> jax.Array:
-    """Returns one leaf of K stacked models, flattened to [K, D]."""
+    """Returns one leaf of K stacked models, such as "v" of layer "fc1", flattened to [K, D]."""
     part = models["params"]
     for word in layer.split("/"):
         part = part[word]
@@ -66,7 +69,7 @@ def factor_mixing(
     penalty: Penalty,
     is_mixed: Callable[[str, str], bool],
 ) -> Algorithm:
-    """Builds a method that mixes stored factors.
+    """Builds a method whose clients download a weighted mean of all clients' stored factors.
 
     The rows are the latest uploads, leaves of shape [N, ...]; clients store `SplitClient`.
 
@@ -76,8 +79,8 @@ def factor_mixing(
       federation: The clients.
       matching: Decides whose factors a client mixes.
       penalty: Penalty on μ, and pruning.
-      is_mixed: Tells by layer and leaf which parameters are mixed. The others stay on the client,
-        except that the server needs v of the compared layer.
+      is_mixed: (layer name, leaf name) -> True if the parameter is mixed. The others stay on the
+        client, except that v of the compared layer is uploaded too.
     """
     task = federation.task
     n = federation.clients

@@ -44,7 +44,9 @@ def factorized_fl_moved(
     minimum: int = 1,
     sparsity: float = 5e-4,
 ) -> Algorithm:
-    """Creates Factorized-FL (moved). The rows are the latest uploads and `moved`, the d_k.
+    """Creates Factorized-FL (moved): similarity is the cosine of the total changes of v*.
+
+    The rows are the latest uploads and `moved`, the total changes [N, D].
 
     Args:
       share: Parameters that are mixed besides the head: all (beta), or u (alpha).

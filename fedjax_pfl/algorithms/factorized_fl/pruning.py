@@ -13,7 +13,7 @@ from fedjax_pfl.core.local_training import Gradient
 
 
 def with_l1(loss_gradient: Gradient, penalty: Any) -> Gradient:
-    """Adds the gradient of penalty · ‖μ‖₁. The reported loss does not include the penalty."""
+    """Returns a gradient function that adds penalty · sign(μ); its reported loss has no penalty."""
 
     def add(g: jax.Array, mu: jax.Array) -> jax.Array:
         return g + penalty * jnp.sign(mu)
@@ -26,7 +26,7 @@ def with_l1(loss_gradient: Gradient, penalty: Any) -> Gradient:
 
 
 def _on_mu(f: Any, tree: PyTree, *more_trees: PyTree) -> PyTree:
-    """Applies f to every μ and its counterparts in the other trees. Other leaves are unchanged."""
+    """Applies f to every leaf named `mu` and its counterparts; keeps the other leaves of `tree`."""
 
     def apply(path: tuple[Any, ...], leaf: Any, *counterparts: Any) -> Any:
         return f(leaf, *counterparts) if path[-1] == jax.tree_util.DictKey("mu") else leaf
@@ -35,19 +35,19 @@ def _on_mu(f: Any, tree: PyTree, *more_trees: PyTree) -> PyTree:
 
 
 def collect_mu(tree: PyTree) -> list[jax.Array]:
-    """Returns every μ in a tree."""
+    """Returns the leaves named `mu` of a tree."""
     matrices: list[jax.Array] = []
     _on_mu(matrices.append, tree)
     return matrices
 
 
 def prune(tree: PyTree, least: float) -> PyTree:
-    """Sets entries of every μ that are smaller than `least` to zero."""
+    """Sets entries of every μ whose magnitude is below `least` to zero."""
     return _on_mu(lambda mu: jnp.where(jnp.abs(mu) < least, 0.0, mu), tree)
 
 
 def bytes_used(tree: PyTree) -> dict[str, Any]:
-    """Returns bytes by layer, counting only the nonzero entries of μ."""
+    """Returns one model's bytes by layer name, counting only the nonzero entries of μ."""
     zeros = jax.tree.map(lambda leaf: 0, tree)
     unused = _on_mu(lambda _, mu: mu.dtype.itemsize * jnp.sum(mu == 0), zeros, tree)
     saved = {name: sum(amounts) for name, amounts in trees.layers(unused).items()}
@@ -55,10 +55,10 @@ def bytes_used(tree: PyTree) -> dict[str, Any]:
 
 
 def share_pruned(parts: Sequence[PyTree], least: Any) -> jax.Array:
-    """Returns the fraction of each client's entries of μ below `least`, [N].
+    """Returns the fraction of each client's entries of μ with a magnitude below `least`, [N].
 
     Args:
-      parts: Stacked trees, leaves of shape [N, ...].
+      parts: Trees with all clients' leaves, [N, ...], that together hold every μ.
       least: Threshold.
     """
 

@@ -11,7 +11,10 @@ TUNING_NOTE = (
 
 
 def _positive_fraction(observed: Observed) -> Value | None:
-    """Returns the fraction of positive changes of the sums of weights [N, N], of all changes."""
+    """Returns the fraction of positive ones among changes of the sums since the last evaluation.
+
+    None if there was no change, or if no sums [N, N] were recorded.
+    """
     if "affinity" not in observed.now:
         return None
     affinity = np.asarray(observed.now["affinity"], np.float64)

@@ -59,14 +59,14 @@ class Client(NamedTuple):
     """State kept on the client between rounds."""
 
     start: PyTree  # the θ of its last round; () if reference is "last"
-    momentum: PyTree
+    momentum: PyTree  # state of the local optimiser; () if clients do not keep it
 
 
 def mixture(reference: PyTree, models: PyTree, weights: jax.Array) -> tuple[PyTree, jax.Array]:
-    """Mixes models by the positive weights.
+    """Computes θ = θ_prev + Σ_m s_m (θ_m − θ_prev) with s = max(0, w), normalised to sum 1.
 
     Args:
-      reference: θ_prev.
+      reference: θ_prev, one model.
       models: Stacked models, leaves of shape [M, ...].
       weights: w, [M].
 
@@ -94,7 +94,9 @@ def fedfomo(
     reference: str = "start",
     first_round: int = 0,
 ) -> Algorithm:
-    """Creates FedFomo. The server stores `Rows`, clients store `Client`.
+    """Creates FedFomo: clients mix in peers' models that do well on their validation examples.
+
+    The server stores `Rows`, clients store `Client`.
 
     Args:
       peers: M, the number of peers' models that a client downloads; held-out clients are no peers.
@@ -112,14 +114,14 @@ def fedfomo(
     def mix(
         last: PyTree, peer_models: PyTree, client: Client, data: ClientData
     ) -> tuple[PyTree, jax.Array]:
-        """Returns θ and the weights of the peers, [M]."""
+        """Returns θ and the peers' weights w, [M], from the client's last model and theirs."""
         previous = client.start if reference == "start" else last
         models = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), last, peer_models)
         weights = weigh(previous, models, data)
         return mixture(previous, models, weights)[0], weights[1:]
 
     def weigh(previous: PyTree, models: PyTree, data: ClientData) -> jax.Array:
-        """Returns w of each of the stacked models."""
+        """Returns the weight w of each of the stacked models, on validation examples."""
         examples = data.validation.size.astype(jnp.float32)
 
         def loss(variables: PyTree) -> jax.Array:
@@ -135,7 +137,7 @@ def fedfomo(
         return jnp.where(defined, gain / jnp.where(defined, distance, 1.0), 0.0)
 
     def fetch(rows: Rows, i: Any, epsilon: jax.Array, key: jax.Array) -> tuple[PyTree, jax.Array]:
-        """Returns the models and the ids of the peers of client i."""
+        """Returns the models, leaves [M, ...], and the ids [M] of the peers of client i."""
         ids = select_peers(rows.affinity[i], active.at[i].set(False), peers, epsilon, key)
         return trees.row(rows.models, ids), ids
 

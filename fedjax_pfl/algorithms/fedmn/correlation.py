@@ -44,17 +44,17 @@ _LOGIT_SCALE = 8.0
 class Signature(NamedTuple):
     """Correlations between images and labels of one client, [d] for embeddings of length d."""
 
-    r: jax.Array  # correlation of the two embeddings over the client's examples, in -1..1
-    chance: jax.Array  # variance of r by chance; S is its mean over clients
+    r: jax.Array  # [d]; correlation of the two embeddings over the client's examples, in -1..1
+    chance: jax.Array  # [d]; variance of r that sampling the examples alone causes
 
 
 class Correlation(nn.Module):
-    """The router: φx, φy and the linear map of a signature."""
+    """The router: embeddings φx of images and φy of labels, and the map of a signature to gates."""
 
-    network: Any
-    layout: tuple[int, ...]
-    clients: int  # K
-    size: int = 128  # d
+    network: Any  # φx is a copy of it with d outputs
+    layout: tuple[int, ...]  # number of blocks in each layer of the modular network
+    clients: int  # number of clients K
+    size: int = 128  # d, the length of both embeddings
 
     def setup(self) -> None:
         """Defines φx, a network like an encoder, and φy, a linear map of the one-hot label."""
@@ -64,15 +64,18 @@ class Correlation(nn.Module):
         self.router_statistics = Statistics(self.clients)
 
     def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """Maps all examples of a client, [B, ...] and [B, C], to logits [E]."""
+        """Maps all examples of a client, [B, ...] and one-hot [B, C], to logits of E gates, [E]."""
         return self.route(signature(moments(*self.embed(x, y), jnp.ones(len(x), bool)), len(x)).r)
 
     def embed(self, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns φx(x) and φy(y), [B, d] each. BatchNorm uses its running statistics."""
+        """Returns φx(x) and φy(y), [B, d] each, for x [B, ...] and one-hot y [B, C].
+
+        BatchNorm uses its running statistics.
+        """
         return self.router_encoder(x), self.router_labels(y)
 
     def route(self, r: jax.Array) -> jax.Array:
-        """Maps a signature [d] to logits [E]."""
+        """Maps the correlations r [d] of a signature to logits of E gates, [E]."""
         return balanced(self.router_gates(*self.router_statistics(r)), self.layout)
 
 
@@ -86,7 +89,7 @@ class Gates(nn.Module):
 
     @nn.compact
     def __call__(self, s: jax.Array, rho: jax.Array) -> jax.Array:
-        """Maps s [d] and ρ to [E]."""
+        """Maps s [d] and the scalar ρ to [E]."""
         start = nn.initializers.normal(_LOGIT_SCALE)
         kernel = self.param("kernel", start, (s.shape[-1], self.outputs))
         bias = self.param("bias", start, (self.outputs,))
@@ -94,13 +97,20 @@ class Gates(nn.Module):
 
 
 class Statistics(nn.Module):
-    """Running averages of m, the covariance and S: clients move them, the server averages them."""
+    """Running averages over clients' signatures, in `batch_stats`, which standardise a signature.
 
-    clients: int
+    They are the mean of r, of its outer product and of its variance by chance. Clients move them
+    (`averaged`), the server averages them.
+    """
+
+    clients: int  # number of clients K
 
     @nn.compact
     def __call__(self, r: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Maps a signature [d] to s and ρ."""
+        """Maps r [d] to the standardised signature s [d] and to ρ, a scalar in 0..1.
+
+        ρ is 0, and so is s, if clients differ only by chance.
+        """
         d = r.shape[-1]
         mean = self.variable("batch_stats", "mean", jnp.zeros, d).value
         square = self.variable("batch_stats", "square", jnp.eye, d).value
@@ -116,13 +126,16 @@ class Statistics(nn.Module):
 
 
 def moments(image: jax.Array, label: jax.Array, mask: jax.Array) -> jax.Array:
-    """Returns sums over examples of φx, φy, φx², φy² and φx φy: [5, d]."""
+    """Returns sums over a batch of φx, φy, φx², φy² and φx φy, [5, d].
+
+    `image` and `label` are φx and φy, [B, d]; `mask` is bool [B], False for padding.
+    """
     terms = jnp.stack([image, label, image**2, label**2, image * label])
     return jnp.sum(jnp.where(mask[None, :, None], terms, 0.0), 1)
 
 
 def signature(sums: jax.Array, count: Any) -> Signature:
-    """Returns r and its chance; both are 0 if an embedding is the same for all examples."""
+    """Returns the signature from `moments` [5, d] of `count` examples; 0 where nothing varies."""
     count = jnp.maximum(count, 2)
     x, y, xx, yy, xy = sums / count
     spread = jnp.maximum(xx - x * x, 0.0) * jnp.maximum(yy - y * y, 0.0)
@@ -135,7 +148,8 @@ def signature(sums: jax.Array, count: Any) -> Signature:
 def correlated(network: Correlation, outputs: int, batch_size: int, first_round: int) -> Routing:
     """Returns the routing by correlations; each client moves the running averages by a tenth.
 
-    In `first_round`, the first of the phase, they are replaced by the client's values.
+    In `first_round`, the first of the phase, they are replaced by the client's values. Examples
+    have `outputs` classes and are read in batches of `batch_size`.
     """
 
     def signature_of(psi: PyTree, data: ClientData) -> Signature:
@@ -155,7 +169,10 @@ def correlated(network: Correlation, outputs: int, batch_size: int, first_round:
 def client_signature(
     network: Correlation, variables: PyTree, data: ClientData, outputs: int, size: int
 ) -> Signature:
-    """Returns the signature of a client's training examples, read in batches of `size`."""
+    """Returns the signature of a client's training examples of `outputs` classes.
+
+    `variables` are the router's. Examples are read in batches of `size`.
+    """
 
     def moments_of(batch: Batch) -> jax.Array:
         y = router.targets(batch, outputs)
@@ -167,14 +184,14 @@ def client_signature(
 
 
 def logits(network: Correlation, variables: PyTree, client: Signature) -> jax.Array:
-    """Returns the logits of a client with this signature, [E]."""
+    """Returns the logits of E gates, [E], of a client with this signature."""
     return jnp.asarray(network.apply(variables, client.r, method="route"))
 
 
 def pull(
     network: Correlation, variables: PyTree, client: Signature, cotangent: jax.Array
 ) -> PyTree:
-    """Returns the gradient of ⟨cotangent, logits⟩; it is 0 for φx and φy."""
+    """Returns the gradient of ⟨cotangent [E], logits⟩ in the parameters; it is 0 for φx and φy."""
     params, model_state = local_training.split_variables(variables)
 
     def product(params: PyTree) -> jax.Array:
@@ -184,7 +201,7 @@ def pull(
 
 
 def averaged(variables: PyTree, client: Signature, share: Any) -> PyTree:
-    """Returns the variables with running averages moved by `share` towards this client's."""
+    """Returns the variables with running averages moved by `share`, 0..1, towards this client."""
     stats = variables["batch_stats"]
     target = {"mean": client.r, "square": jnp.outer(client.r, client.r), "chance": client.chance}
     moved = jax.tree.map(lambda a, b: a + share * (b - a), stats[STATISTICS], target)
@@ -192,7 +209,11 @@ def averaged(variables: PyTree, client: Signature, share: Any) -> PyTree:
 
 
 def balanced(z: jax.Array, layout: tuple[int, ...]) -> jax.Array:
-    """Subtracts the mean over alternatives and keeps their deviation; a lone source is open."""
+    """Subtracts from logits z [E] the mean over the sources of each block, and of the output.
+
+    A factor keeps their standard deviation. The gate of an only source gets a large logit, so that
+    it is open. Returns shape [E].
+    """
     parts = []
     for matrix in router.cut(z, layout):
         choices = matrix.shape[-1]

@@ -38,7 +38,7 @@ def fedmn_correlation(
     rounds: int = 100,
     first_round: int = 0,
 ) -> Algorithm:
-    """Each client trains the blocks on its paths, which follow from its correlations.
+    """Creates FedMN-correlation: correlations of images and labels choose a client's blocks.
 
     Args:
       layout: Number of blocks in each layer. The first layer holds encoders, each a copy of

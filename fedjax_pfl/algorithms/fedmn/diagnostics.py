@@ -18,7 +18,10 @@ _ONE_ROUTE = 0.02  # clients with a smaller deviation of pi have the same route
 
 
 def _of_trained_clients(f: Callable[[np.ndarray], Any]) -> Callable[[Observed], Value | None]:
-    """Returns a diagnostic computed from pi of clients that have trained; other rows are 0."""
+    """Returns a function from an evaluation to f(pi of the clients that have trained).
+
+    `f` maps [clients, E] to a number. The result is None if no client has trained.
+    """
 
     def value(observed: Observed) -> Value | None:
         pi = np.asarray(observed.now.get("pi", ()), np.float64)
@@ -29,15 +32,17 @@ def _of_trained_clients(f: Callable[[np.ndarray], Any]) -> Callable[[Observed], 
 
 
 def _routes(pi: np.ndarray) -> int:
+    """Returns the number of different sets of gates with pi > ½, from pi [clients, E]."""
     return len(np.unique(pi > 0.5, axis=0))
 
 
 def _gate_bits(pi: np.ndarray) -> float:
+    """Returns the mean entropy in bits of gates that open with probability pi."""
     return float(np.mean(entropy_bits(np.stack([pi, 1 - pi], -1))))
 
 
 def diagnostics(advice: str = "") -> dict[str, Diagnostic]:
-    """Returns the diagnostics; `advice` ends the warning that all clients have one route."""
+    """Returns the diagnostics by name; `advice` ends the warning that all have the same route."""
     return {
         "routes": Diagnostic(
             meaning="number of different routes of clients that have trained; a route is the set "

@@ -53,7 +53,7 @@ def fedmn(
     rounds: int = 100,
     first_round: int = 0,
 ) -> Algorithm:
-    """Each client trains the blocks that its gates open, and the router that opens them.
+    """Creates FedMN: clients train the blocks that their gates open, and the router of all gates.
 
     Args:
       layout: Number of blocks in each layer. The first layer holds encoders, each a copy of

@@ -26,12 +26,12 @@ class Modular(nn.Module):
     that the client does not hold (`router.present`) count nowhere and give their gates no gradient.
     """
 
-    network: Any
+    network: Any  # encoders are copies of it
     outputs: int = 10
-    layout: tuple[int, ...] = (2, 2, 2)
-    width: int = 512
-    hidden: int = 256
-    dropout: float = 0.5
+    layout: tuple[int, ...] = (2, 2, 2)  # number of blocks in each layer
+    width: int = 512  # outputs of an encoder
+    hidden: int = 256  # outputs of a block between the first and the last layer
+    dropout: float = 0.5  # rate, on the outputs of those blocks
     trimmed: bool = False  # blocks that do not reach the output, encoders too, are not held
 
     @nn.compact
@@ -42,7 +42,10 @@ class Modular(nn.Module):
         train: bool = False,
         mask: jax.Array | None = None,
     ) -> jax.Array:
-        """Maps [B, ...], gates [E] in 0..1 (None: all open) and a mask [B] to [B, outputs]."""
+        """Maps x [B, ...] and gates [E] in 0..1 (None: all open) to [B, outputs].
+
+        `mask` is bool [B], False for padding.
+        """
         gates = jnp.ones(router.paths(self.layout)) if gates is None else gates
         encoders = [
             self.network.clone(outputs=self.width, parent=self, name=f"encoder{j}")
@@ -59,8 +62,9 @@ class Modular(nn.Module):
         return mean(layers[-1][0], values)
 
     def _between_held(self, gates: jax.Array) -> list[jax.Array]:
-        """Returns the gates' matrices, 0 where the client does not hold both blocks.
+        """Returns the gates [E] as a matrix [n_{l+1}, n_l] for each layer of n_l blocks.
 
+        Gates are 0 where the client does not hold both blocks; the last matrix is [1, n_L].
         A gate between two blocks that it holds keeps its value and gradient, closed or open.
         """
         present = [*router.present(gates, self.layout, self.trimmed), jnp.ones((1, 1), bool)]
@@ -68,6 +72,7 @@ class Modular(nn.Module):
         return [jnp.where(before & after.T, m, 0.0) for m, before, after in sides]
 
     def _block(self, x: jax.Array, name: str, train: bool, last: bool) -> jax.Array:
+        """Applies Linear to x [B, inputs], and ReLU and dropout if the layer is not the last."""
         if last:
             return init.dense(x.shape[-1], self.outputs, name)(x)
         x = nn.relu(init.dense(x.shape[-1], self.hidden, name)(x))
@@ -75,7 +80,7 @@ class Modular(nn.Module):
 
 
 class WithLogits(NamedTuple):
-    """The network with the logits of its gates, [E], as the parameter `logits`.
+    """The network for training, with the logits of its gates, [E], as the parameter `logits`.
 
     A gate weights the connection between two blocks, from 0 (closed) to 1 (open).
     """
@@ -95,20 +100,20 @@ class WithLogits(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Routed:
-    """The network for evaluation, with its gates, [E], as the variable `gates`."""
+    """The network for evaluation, with its gates, [E], in the variables under `gates`."""
 
     network: Modular
 
     def apply(self, variables: Any, x: jax.Array) -> jax.Array:
-        """Applies the network in evaluation mode."""
+        """Maps x [B, ...] to outputs [B, outputs], in evaluation mode."""
         theta = {name: tree for name, tree in variables.items() if name != "gates"}
         return jnp.asarray(self.network.apply(theta, x, variables["gates"].astype(jnp.float32)))
 
 
 def mean(gates: jax.Array, values: list[jax.Array]) -> jax.Array:
-    """Returns sum_k c_k u_k / sum_k c_k, (13), and 0 if all gates are 0.
+    """Returns the mean of `values`, [B, D] each, weighted by gates [K]; 0 if all gates are 0.
 
-    If all are 0, the gradient in a gate is what opening it alone would bring.
+    This is (13). If all are 0, the gradient in a gate is that of sum_k gates[k] values[k].
     """
     total = jnp.sum(gates)
     # No product of matrices: its precision may be low, and one open gate must change no bit.
@@ -117,7 +122,7 @@ def mean(gates: jax.Array, values: list[jax.Array]) -> jax.Array:
 
 
 def blocks(layout: tuple[int, ...], trimmed: bool = False) -> list[str]:
-    """Returns names in the order of `router.active`: blocks, after the encoders if `trimmed`."""
+    """Returns the names of blocks, after encoders if `trimmed`, in the order of `router.active`."""
     encoders = [f"encoder{j}" for j in range(1, layout[0] + 1)] if trimmed else []
     return encoders + [
         f"block{i}_{j}" for i, n in enumerate(layout[1:], 2) for j in range(1, n + 1)
@@ -125,12 +130,15 @@ def blocks(layout: tuple[int, ...], trimmed: bool = False) -> list[str]:
 
 
 def block_of(layer: str, names: list[str]) -> str | None:
-    """Returns the block that a layer, named by its path, belongs to."""
+    """Returns which of `names` a layer, such as "encoder1/conv1", belongs to; None if to none."""
     return next((word for word in layer.split("/") if word in names), None)
 
 
 def pretrained(variables: Any, body: Any, encoders: int) -> Any:
-    """Returns the variables with the layers of `body` in every encoder, and in the router's."""
+    """Returns the variables with the layers of `body` in every encoder, and in the router's φx.
+
+    `body` are variables of a global model without its head; `encoders` is their number.
+    """
     slots = [*(f"encoder{j}" for j in range(1, encoders + 1)), "router_encoder"]
     return {
         name: {
@@ -142,7 +150,10 @@ def pretrained(variables: Any, body: Any, encoders: int) -> Any:
 
 
 def keep_inactive(active: jax.Array, names: list[str], new: Any, old: Any) -> Any:
-    """Returns the new tree (variables, momentum) with the old leaves in blocks not active."""
+    """Returns the tree `new` with the leaves of `old` in the blocks that are not active.
+
+    `active` is bool [blocks], in the order of `names`. Leaves outside these blocks are new.
+    """
 
     def choose(layer: str, new: jax.Array, old: jax.Array) -> jax.Array:
         block = block_of(layer, names)

@@ -38,9 +38,9 @@ from fedjax_pfl.networks.user_defined import UserNetwork
 class Client(NamedTuple):
     """State kept on the client between rounds."""
 
-    pi: jax.Array  # [E], probabilities of its last round; 0 before the first
+    pi: jax.Array  # [E], probabilities that gates open in its last round; 0 before the first
     gates: jax.Array  # [E], gates sampled in that round
-    momentum: list[PyTree]  # of network and router, if clients keep it
+    momentum: list[PyTree]  # [network's, router's] optimiser state; () each if not kept
 
 
 def check_routing(
@@ -52,7 +52,10 @@ def check_routing(
     dropout: float,
     **sizes: int,
 ) -> None:
-    """Raises UsageError if the method `name` cannot work with these settings or this network."""
+    """Raises UsageError if the method `name` cannot work with these settings or this network.
+
+    `sizes` are further settings by name, which must be at least 1.
+    """
     user_defined = isinstance(
         getattr(model, "model", model), UserNetwork
     )  # also with a head of zeros
@@ -93,9 +96,9 @@ def assemble(
       training: Local training.
       federation: The clients.
       network: The modular network.
-      routing: The router.
+      routing: Functions that compute a client's logits of gates.
       hard: Use gates that are 0 or 1 in training.
-      temperature: Function from the round to τ.
+      temperature: Function from the round to τ, the temperature of sampling gates.
     """
     layout, names = network.layout, blocks(network.layout, network.trimmed)
     paths = router.paths(layout)
@@ -126,7 +129,10 @@ def assemble(
         return State(server, (), Client(pi=closed, gates=closed, momentum=momentum))
 
     def fit(theta: PyTree, trace: PyTree, z: jax.Array, sample: Any, ctx: ClientContext) -> Any:
-        """Runs SGD at fixed gates; also returns the sum over batches of the gradient at z."""
+        """Runs SGD at fixed gates, sampled from logits z [E] by `sample`.
+
+        Returns (variables, momentum, sum over batches of the gradient in z, loss).
+        """
         routed_gradient = local_training.gradient(
             WithLogits(network, sample), federation.task, ctx.data
         )
@@ -147,6 +153,7 @@ def assemble(
     def step_router(
         psi: PyTree, trace: PyTree, grads: PyTree, ctx: ClientContext
     ) -> tuple[PyTree, PyTree]:
+        """Takes one step of the router ψ. Returns ψ and its momentum, () if not kept."""
         params = psi["params"]
         trace = trace if training.keep_optimizer else training.optimizer.init(params)
         updates, trace = training.optimizer.update(grads, trace, params)
@@ -193,7 +200,7 @@ def assemble(
         return {**theta, "gates": router.decide(routing.logits(psi, ctx.data), layout)}
 
     def traffic(payload: PyTree, upload: PyTree) -> Traffic:
-        """Counts active blocks in both directions, and a frozen part of the router once, down."""
+        """Counts active blocks in both directions; frozen φx and φy in the first download only."""
         active = dict(zip(names, upload["active"], strict=True))
         holds = {layer: active.get(block_of(layer, names) or "", True) for layer in bytes_of}
         up = {layer: jnp.where(holds[layer], size, 0) for layer, size in bytes_of.items()}

@@ -29,8 +29,8 @@ Pullback = Callable[[jax.Array], PyTree]  # cotangent [E] -> gradient in ψ's pa
 class Routing(NamedTuple):
     """Functions that compute the logits of a client's gates from its data and ψ, the router."""
 
-    init: Callable[..., PyTree]  # (key, x [B, ...], y [B, C]) -> ψ
-    logits: Callable[[PyTree, ClientData], jax.Array]  # (ψ, data) -> [E]
+    init: Callable[..., PyTree]  # (key, x [B, ...], one-hot y [B, C]) -> variables ψ
+    logits: Callable[[PyTree, ClientData], jax.Array]  # (ψ, one client's data) -> [E]
     # (ψ, ctx) -> ψ with statistics updated by the client, logits [E] and their pullback
     route: Callable[[PyTree, ClientContext], tuple[PyTree, jax.Array, Pullback]]
     frozen: tuple[str, ...] = ()  # modules that do not learn; sent in a client's first round
@@ -44,14 +44,14 @@ class Router(nn.Module):
     a client are the mean over its examples.
     """
 
-    network: Any
-    gates: int
-    x_size: int = 128
-    y_size: int = 64
+    network: Any  # φx is a copy of it
+    gates: int  # number of gates E
+    x_size: int = 128  # outputs of φx
+    y_size: int = 64  # outputs of φy
 
     @nn.compact
     def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """Maps [B, ...] and [B, C] to [B, E]. BatchNorm uses its running statistics."""
+        """Maps x [B, ...] and y [B, C] to [B, E]. BatchNorm uses its running statistics."""
         image = self.network.clone(outputs=self.x_size, parent=self, name="router_encoder")(x)
         label = init.dense(y.shape[-1], self.y_size, "router_labels")(y)
         joint = jnp.concatenate([image, label], -1)
@@ -60,7 +60,7 @@ class Router(nn.Module):
 
 
 def concatenated(router: Router, outputs: int, size: int) -> Routing:
-    """Returns the paper's routing, (10). Examples are read in batches of `size`."""
+    """Returns the paper's routing, (10), for `outputs` classes, with data in batches of `size`."""
 
     def logits_of(psi: PyTree, data: ClientData) -> jax.Array:
         return logits(router, psi, data, outputs, size)
@@ -77,7 +77,10 @@ def concatenated(router: Router, outputs: int, size: int) -> Routing:
 def logits(
     router: Router, variables: PyTree, data: ClientData, outputs: int, size: int
 ) -> jax.Array:
-    """Returns logit π, (9): the mean of h over the client's training examples, [E]."""
+    """Returns logit π, (9): the mean of `router` over one client's training examples, [E].
+
+    Examples have `outputs` classes and are read in batches of `size`.
+    """
 
     def share_of(batch: Batch) -> jax.Array:
         return _share(router, variables, data, outputs, batch)
@@ -93,7 +96,10 @@ def pull(
     size: int,
     cotangent: jax.Array,
 ) -> PyTree:
-    """Returns the gradient of ⟨cotangent, logits⟩, through every training example."""
+    """Returns the gradient of ⟨cotangent [E], logits⟩ in the router's parameters.
+
+    The logits, and the arguments, are those of `logits`.
+    """
     params, model_state = local_training.split_variables(variables)
 
     def gradient(batch: Batch) -> PyTree:
@@ -109,20 +115,20 @@ def pull(
 def _share(
     router: Router, variables: PyTree, data: ClientData, outputs: int, batch: Batch
 ) -> jax.Array:
-    """Returns the part of the mean that a batch contributes."""
+    """Returns the sum of `router` over a batch, divided by the client's training examples, [E]."""
     values = jnp.asarray(router.apply(variables, batch.x, targets(batch, outputs)))
     total = jnp.sum(jnp.where(batch.mask[:, None], values, 0.0), 0)
     return total / jnp.maximum(data.train.size, 1).astype(jnp.float32)
 
 
 def targets(batch: Batch, outputs: int) -> jax.Array:
-    """Returns one-hot labels, or the targets of a regression, [B, C]."""
+    """Returns one-hot labels, or the targets of a regression, as floats [B, outputs]."""
     classes = jnp.issubdtype(batch.y.dtype, jnp.integer)
     return jax.nn.one_hot(batch.y, outputs) if classes else batch.y.astype(jnp.float32)
 
 
 def paths(layout: Layout) -> int:
-    """Returns E, the number of gates."""
+    """Returns E, the number of gates of a network with `layout` blocks in each layer."""
     return sum(a * b for a, b in zip(layout, (*layout[1:], 1), strict=True))
 
 
@@ -164,6 +170,9 @@ def sample(logits: jax.Array, noise: jax.Array, tau: Any, layout: Layout, hard: 
     Args:
       logits: logit π, [E].
       noise: log ε − log(1 − ε) with ε uniform, [E].
+      tau: Temperature τ.
+      layout: Number of blocks in each layer.
+      hard: Return hard gates.
     """
     scaled = (logits + noise) / tau
     soft, opened = jax.nn.sigmoid(scaled), decide(scaled, layout)
@@ -173,7 +182,7 @@ def sample(logits: jax.Array, noise: jax.Array, tau: Any, layout: Layout, hard: 
 
 
 def decide(logits: jax.Array, layout: Layout) -> jax.Array:
-    """Returns which gates have π > ½, bool [E]; if they leave no path, the likeliest one too."""
+    """Returns which gates have a logit > 0, bool [E]; opens the likeliest path if none is open."""
     above = logits > 0
     reached, _ = connected(above, layout)
     return above | (~reached[-1][0, 0] & _likeliest(jax.nn.log_sigmoid(logits), layout))
@@ -183,11 +192,12 @@ def connected(opened: jax.Array, layout: Layout) -> tuple[list[jax.Array], list[
     """Returns which blocks have an input, and which reach the output.
 
     Args:
-      opened: bool [E].
+      opened: Open gates, bool [E].
+      layout: Number of blocks n_l in each layer.
 
     Returns:
-      Two lists of bool [1, n_l], one entry for each layer and one for the output. Encoders always
-      have an input.
+      (have an input, reach the output): two lists of bool [1, n_l], one entry for each layer and
+      one for the output. Encoders always have an input.
     """
     matrices = cut(opened, layout)
     fed, used = [jnp.ones((1, layout[0]), bool)], [jnp.ones((1, 1), bool)]
@@ -219,7 +229,7 @@ def active(gates: jax.Array, layout: Layout, trimmed: bool = False) -> jax.Array
 
 
 def _likeliest(score: jax.Array, layout: Layout) -> jax.Array:
-    """Returns the path from an encoder to the output with the largest sum of scores, bool [E]."""
+    """Returns the gates of the path to the output with the largest sum of scores [E], bool [E]."""
     matrices, best_ahead = cut(score, layout), [jnp.zeros(1)]
     for m in reversed(matrices):
         best_ahead.insert(0, jnp.max(m + best_ahead[0][:, None], 0))

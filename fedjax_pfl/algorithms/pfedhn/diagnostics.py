@@ -16,7 +16,7 @@ _ONE_MODEL = 0.02  # generated models that differ less than this are one model
 
 
 def _moved(observed: Observed) -> Value | None:
-    """Returns ‖v − v₀‖ / ‖v₀‖ of the embeddings [N, e], with v₀ of the first evaluation."""
+    """Returns ‖v − v₀‖ / ‖v₀‖ over all embeddings [N, e], with v₀ of the first evaluation."""
     if "embeddings" not in observed.first:
         return None
     first = np.asarray(observed.first["embeddings"], np.float64)
@@ -25,7 +25,7 @@ def _moved(observed: Observed) -> Value | None:
 
 
 def diagnostics(method: str) -> dict[str, Diagnostic]:
-    """Returns the diagnostics of pFedHN or pFedHN-PC, whose settings the warnings name."""
+    """Returns the diagnostics by name. Warnings name settings of `method`, pfedhn or pfedhn_pc."""
     return {
         "spread": Diagnostic(
             meaning="distance of generated models from their mean, relative to its norm; mean over "

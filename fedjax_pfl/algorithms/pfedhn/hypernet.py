@@ -18,15 +18,15 @@ _FIRST_ITERATIONS = 15
 
 
 class Linear(nn.Module):
-    """A fully connected layer whose weight K may be divided by its largest singular value σ.
+    """A fully connected layer x K + b, with optional spectral normalisation of K.
 
-    σ = ‖vᵀK‖ with v the left singular vector in the collection `spectral`. The gradient treats v as
-    a constant; `advance` updates it.
+    With it K is divided by its largest singular value ‖vᵀK‖. The left singular vector v is in the
+    collection `spectral`. The gradient treats v as a constant; `advance` updates it.
     """
 
     outputs: int
     bias: bool = True
-    spectral_norm: bool = False
+    spectral_norm: bool = False  # divide K by its largest singular value
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -59,7 +59,7 @@ class Hypernetwork(nn.Module):
     Args:
       target: Parameters of the target network as nested dicts, or their shapes; or a tuple of them
         for several networks.
-      width: Units of each layer before the heads.
+      width: Units of each layer before the heads; 0 for none of these layers.
       depth: Number of hidden layers with ReLU.
       spectral_norm: Divide each weight matrix by its largest singular value.
     """
@@ -71,7 +71,7 @@ class Hypernetwork(nn.Module):
 
     @nn.compact
     def __call__(self, v: jax.Array) -> PyTree:
-        """Returns the parameters of the client with embedding v [e]."""
+        """Returns the parameters for a client's embedding v [e], in the structure of `target`."""
         x = v
         for i in range(self.depth + 1 if self.width else 0):
             x = nn.relu(x) if i else x
@@ -93,7 +93,10 @@ def _thawed(tree: PyTree) -> PyTree:
 
 
 def iterate(kernel: jax.Array, v: jax.Array, steps: int = 1) -> jax.Array:
-    """Runs `steps` power iterations on v [inputs] towards the largest left singular vector."""
+    """Runs `steps` power iterations on v [inputs] for the kernel [inputs, outputs].
+
+    Returns a unit vector [inputs], close to the left singular vector of the largest singular value.
+    """
 
     def unit(x: jax.Array) -> jax.Array:
         return x / jnp.maximum(jnp.linalg.norm(x), 1e-12)
@@ -107,7 +110,10 @@ def iterate(kernel: jax.Array, v: jax.Array, steps: int = 1) -> jax.Array:
 
 
 def advance(phi: PyTree, spectral: PyTree, steps: int = 1) -> PyTree:
-    """Returns the collection `spectral` after more power iterations on the weights of φ."""
+    """Returns the collection `spectral` after `steps` more power iterations for each kernel.
+
+    `phi` are the parameters of a `Hypernetwork`; `spectral` is {layer: {"vector": [inputs]}}.
+    """
     return {
         layer: {"vector": iterate(phi[layer]["kernel"], variables["vector"], steps)}
         for layer, variables in spectral.items()
@@ -115,13 +121,13 @@ def advance(phi: PyTree, spectral: PyTree, steps: int = 1) -> PyTree:
 
 
 def spread(generate: Callable[[jax.Array], PyTree], v: jax.Array) -> jax.Array:
-    """Distance of each generated model from their mean, divided by the mean's norm: [N].
+    """Distance of each generated model from their mean, divided by the mean's norm, [N].
 
     0 means that all clients get one model: the last ReLUs of the hypernetwork are dead. Models are
     generated one at a time, because N of them may not fit in memory.
 
     Args:
-      generate: Maps an embedding to a model.
+      generate: Maps an embedding [e] to a model's parameters.
       v: Embeddings [N, e].
     """
 

@@ -35,7 +35,7 @@ from fedjax_pfl.core.groups import as_single_group
 class Server(NamedTuple):
     """Server-side state that all clients share."""
 
-    phi: PyTree
+    phi: PyTree  # parameters of the hypernetwork, φ
     spectral: PyTree  # vectors of the power iteration; empty without spectral normalisation
     moments: PyTree  # optimiser state, over φ and all embeddings
 
@@ -43,13 +43,13 @@ class Server(NamedTuple):
 class Rows(NamedTuple):
     """Server-side state with one row for each client."""
 
-    v: jax.Array  # [N, e]
+    v: jax.Array  # embedding of each client, [N, e]
 
 
 class Client(NamedTuple):
     """Client-side state."""
 
-    personal: PyTree  # variables that are not generated
+    personal: PyTree  # variables that are not generated: BatchNorm statistics, in PC the head
     momentum: dict[str, PyTree]  # optimiser state of the parts of the model that keep it
 
 
@@ -62,7 +62,7 @@ def build_algorithm(
     *,
     head_is_local: bool,
 ) -> Algorithm:
-    """Builds the algorithm from one hypernetwork for all networks.
+    """Builds pFedHN, or pFedHN-PC if `head_is_local`, with one hypernetwork for all networks.
 
     Args:
       name: The method's name, for messages.
@@ -80,7 +80,7 @@ def build_algorithm(
         return (model.head,) if head_is_local else ()
 
     def split(model: Any, variables: PyTree) -> tuple[PyTree, PyTree]:
-        """Splits variables into those that are generated and those that are not."""
+        """Splits variables into those that are generated and those that stay with the client."""
         params, model_state = local_training.split_variables(variables)
         personal, body = trees.split({"params": params}, personal_layers(model))
         return body, trees.join(personal, model_state)
@@ -98,16 +98,16 @@ def build_algorithm(
     )
 
     def generate(phi: PyTree, spectral: PyTree, v: jax.Array) -> Any:
-        """Returns h(v; φ), the parameters of each network."""
+        """Returns h(v; φ), a tuple of {"params": ...} with one entry for each network."""
         return network.apply({"params": phi, "spectral": spectral}, v)
 
     def learned(phi: PyTree, v: jax.Array) -> dict[str, PyTree]:
-        """Returns the parts that the server's optimiser updates."""
+        """Returns what the server's optimiser updates: `phi` unless frozen, `v` unless fixed."""
         parts = {} if settings.frozen else {"phi": phi}
         return parts if settings.fixed else {**parts, "v": v}
 
     def local_optimizer(model: Any) -> optax.GradientTransformation:
-        """Returns the clients' optimiser; the norm that is clipped is of the generated part."""
+        """Returns the clients' optimiser; it clips the norm of the generated layers' gradient."""
 
         def part(layer: str, _: Any) -> str:
             return "kept" if layer in personal_layers(model) else "generated"

@@ -13,7 +13,7 @@ from fedjax_pfl.core.errors import MAX_LAYERS, UsageError, require, require_abov
 
 
 class Settings(NamedTuple):
-    """Settings of the hypernetwork and of its training; `pfedhn` says what each means."""
+    """Settings of pFedHN's hypernetwork and of its training, as the arguments of `pfedhn`."""
 
     rate: float
     momentum: float
@@ -29,7 +29,7 @@ class Settings(NamedTuple):
 
 
 def check_settings(name: str, settings: Settings) -> None:
-    """Raises UsageError for settings that method `name` cannot have."""
+    """Raises UsageError for settings out of range; `name` is the method's, for the message."""
     depth = settings.depth
     require(0 <= depth <= MAX_LAYERS, f"{name}.depth is {depth}; choose 0 to {MAX_LAYERS}")
     require_at_least(f"{name}.width", settings.width, 0)
@@ -46,12 +46,12 @@ def check_settings(name: str, settings: Settings) -> None:
 
 
 def embedding_length(settings: Settings, clients: int) -> int:
-    """Returns the length of a client's embedding: 1 + N // 4 for N clients, unless it is set."""
+    """Returns `settings.embedding`, or 1 + N // 4 for N clients if that is None."""
     return settings.embedding or 1 + clients // 4
 
 
 def remark(name: str, settings: Mapping[str, Any], clients: int) -> str:
-    """Returns a line on the embeddings' memory, or nothing if they are no longer than a layer.
+    """Returns a line on the embeddings' memory, or "" if they are no longer than a layer.
 
     Args:
       name: The method's name.
@@ -73,7 +73,10 @@ def remark(name: str, settings: Mapping[str, Any], clients: int) -> str:
 
 
 def class_shares(name: str, federation: Federation) -> np.ndarray:
-    """Returns p̂ [N, C]: the share of all training examples of a class that each client has."""
+    """Returns [N, C]: the share of all training examples of a class that each client has.
+
+    Raises UsageError, with the method's `name`, if there are no classes.
+    """
     if federation.class_counts is None:
         raise UsageError(f"{name}.fixed takes shares of classes; simulate a dataset with classes")
     counts = federation.class_counts.astype(np.float32)
@@ -81,7 +84,10 @@ def class_shares(name: str, federation: Federation) -> np.ndarray:
 
 
 def server_sgd(settings: Settings, active: jax.Array) -> optax.GradientTransformation:
-    """Returns SGD for {"phi": φ, "v": [N, e]} or one of them; inactive embeddings do not move."""
+    """Returns SGD for {"phi": φ, "v": [N, e]} or one of them.
+
+    Rows of v where `active`, bool [N], is False do not move.
+    """
 
     def only_active(updates: Any, params: Any) -> Any:
         return {

@@ -28,12 +28,12 @@ class MixingInputs(NamedTuple):
     """The stored models that one client mixes."""
 
     models: PyTree  # parameters, leaves of shape [M, ...], or [N, ...] without a table
-    own_column: jax.Array  # int32; position of the client's own model
-    allowed: jax.Array  # bool [M]; models that may get a nonzero weight
+    own_column: jax.Array  # int32; index of the client's own model on axis 0
+    allowed: jax.Array  # bool [M] or [N]; models that may get a nonzero weight
 
 
 def check(clients: int, candidates: int | None) -> None:
-    """Raises UsageError unless the number of candidates is between 2 and the number of clients."""
+    """Raises UsageError unless `candidates` is None (mix all models) or from 2 to `clients`."""
     require(
         candidates is None or 2 <= candidates <= clients,
         f"pfedla.candidates is {candidates}; choose 2 to {clients}, the client itself included",
@@ -43,7 +43,7 @@ def check(clients: int, candidates: int | None) -> None:
 def select_models(
     table: CandidateTable | tuple[()], models: PyTree, client_id: Any, federation: Federation
 ) -> MixingInputs:
-    """Returns the models that a client mixes and a mask of those with a nonzero weight.
+    """Returns the models that a client mixes and a mask of those that may get a nonzero weight.
 
     Held-out clients never contribute to other clients' models.
 
@@ -67,7 +67,8 @@ def initial_table(
     """Samples the first candidates: each client's own id and others at random, sorted by id.
 
     Every active client is a candidate of the same number of clients. Held-out clients fill a row
-    only if there are too few active ones. Returns () if `candidates` is None.
+    only if there are too few active ones. `candidates` is M; None means that every client mixes all
+    models, and returns ().
     """
     if candidates is None:
         return ()
@@ -94,7 +95,7 @@ def initial_table(
 def updated_rows(
     table: CandidateTable | tuple[()], cohort: Cohort, federation: Federation
 ) -> CandidateTable | tuple[()]:
-    """Updates the candidates of the sampled clients. Returns their rows, of shape [K, M].
+    """Updates the candidates of the sampled clients. Returns their rows, [K, M], or () for ().
 
     Among its candidates and all active clients of the round, a client keeps those whose updates
     are most similar to its own, by the latest comparison. A new candidate takes over the slot, and
@@ -129,5 +130,5 @@ def updated_rows(
 
 
 def diagnostics(table: CandidateTable | tuple[()]) -> dict[str, jax.Array]:
-    """Returns the client id behind each column of alpha, for the report."""
+    """Returns `candidates`, the client id behind each column of alpha, [N, M]; {} for ()."""
     return {"candidates": table.client_ids} if isinstance(table, CandidateTable) else {}

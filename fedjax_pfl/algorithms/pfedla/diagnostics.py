@@ -18,6 +18,10 @@ _UNIFORM = 0.999  # alpha is uniform if it mixes more than this share of all mod
 
 
 def _models_mixed(observed: Observed) -> Value | None:
+    """Returns {layer name: effective number of models mixed, mean over clients}.
+
+    None if no alpha was recorded.
+    """
     if "alpha" not in observed.now:
         return None
     counts = effective_number(observed.now["alpha"]).mean(0)
@@ -25,12 +29,13 @@ def _models_mixed(observed: Observed) -> Value | None:
 
 
 def _is_uniform(value: Value, observed: Observed) -> bool:
+    """Returns True if every layer mixes nearly all models; `value` is from `_models_mixed`."""
     assert isinstance(value, dict)
     return min(value.values()) > _UNIFORM * observed.now["alpha"].shape[-1]
 
 
 def _explain(value: Value) -> str:
-    """Returns which layers the clients share and which they keep."""
+    """Describes the result of `_models_mixed` by layer, and the most and least shared layers."""
     assert isinstance(value, dict)
     counts = ", ".join(f"{name} {count:.1f}" for name, count in value.items())
     most, least = max(value, key=value.__getitem__), min(value, key=value.__getitem__)
@@ -43,7 +48,10 @@ def _explain(value: Value) -> str:
 def _of_alpha(
     fraction: Callable[..., float], *, with_previous: bool = False
 ) -> Callable[[Observed], Any]:
-    """Returns a diagnostic computed from alpha, or from alpha and its previous value."""
+    """Returns a function from an evaluation to fraction(alpha), or None if alpha is missing.
+
+    `with_previous` makes it fraction(alpha, alpha of the previous evaluation).
+    """
 
     def value(observed: Observed) -> float | None:
         if "alpha" not in observed.now or (with_previous and "alpha" not in observed.before):

@@ -17,9 +17,9 @@ PyTree = Any
 class LayerRows(NamedTuple):
     """The row of alpha that belongs to each layer of a model."""
 
-    row: dict[str, int]  # layer name -> row
+    row: dict[str, int]  # layer name -> row, 0 to L - 1
     of_leaf: PyTree  # row of each parameter array, in the structure of the parameters
-    number: int  # L
+    number: int  # number of rows L
     from_input: tuple[int, ...]  # the rows in the order of the layers, from input to output
 
 
@@ -29,7 +29,7 @@ def layer_rows(params: PyTree, order: Sequence[str], whole_model: bool) -> Layer
     Args:
       params: Parameters, or their shapes.
       order: Layer names from input to output; if empty, the order of the parameter tree.
-      whole_model: Give all layers the same row.
+      whole_model: Give all layers the same row, so that L is 1.
     """
     row = {name: 0 if whole_model else j for j, name in enumerate(trees.layers(params))}
     of_leaf = trees.map_layers(lambda name, _: row[name], params)
@@ -40,7 +40,7 @@ def layer_rows(params: PyTree, order: Sequence[str], whole_model: bool) -> Layer
 
 
 def largest(values: jax.Array, k: int, layers: LayerRows) -> jax.Array:
-    """Marks the k layers with the largest values. Returns a bool array of shape [L].
+    """Marks the k layers with the largest of `values` [L]. Returns a bool array of shape [L].
 
     Of equal values, those of layers nearer to the input come first.
     """
@@ -50,10 +50,10 @@ def largest(values: jax.Array, k: int, layers: LayerRows) -> jax.Array:
 
 
 def mix(theta: PyTree, weights: jax.Array, layers: LayerRows) -> PyTree:
-    """Computes sum_j weights[l, j] theta_j^l for every layer l.
+    """Computes one model: sum_j weights[l, j] theta_j^l for every layer l.
 
     Args:
-      theta: Stacked parameters, leaves of shape [N, ...].
+      theta: Parameters of N models, leaves of shape [N, ...].
       weights: Array of shape [L, N].
       layers: Row of each layer.
     """
@@ -69,7 +69,11 @@ def check_layer_mixing(
     rate: float,
     sizes: dict[str, int],
 ) -> None:
-    """Raises UsageError for settings that pFedLA cannot use; `sizes` are its hypernetwork's."""
+    """Raises UsageError for settings that pFedLA cannot use.
+
+    `layers` is the number of rows of alpha; `sizes` has embedding, hidden and depth of the
+    hypernetwork. The others are the settings of `pfedla` of the same name.
+    """
     require(federation.clients >= 2, "pfedla mixes models of clients; clients must be at least 2")
     require(
         not federation.groups.any(), "pfedla mixes models of one network; use it without groups"

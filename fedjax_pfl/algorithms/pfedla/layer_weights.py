@@ -21,16 +21,16 @@ class LayerWeights(nn.Module):
     no sizes; the defaults are those of public re-implementations.
     """
 
-    clients: int
-    layers: int
-    embedding: int = 100
-    hidden: int = 100
-    depth: int = 3
-    normalise: str = "softmax"
+    clients: int  # number of models to mix: N, or M with candidates
+    layers: int  # L
+    embedding: int = 100  # length of the embedding
+    hidden: int = 100  # units of each hidden layer
+    depth: int = 3  # number of hidden layers
+    normalise: str = "softmax"  # or "relu"; here it only chooses the heads' initial values
 
     @nn.compact
     def __call__(self) -> jax.Array:
-        """Returns the raw weights, before `normalised`."""
+        """Returns the raw weights [L, N], before `normalised`."""
         x = self.param("embedding", nn.initializers.normal(1.0), (self.embedding,))
         for i in range(1, self.depth + 1):
             x = nn.relu(init.dense(x.shape[-1], self.hidden, f"hidden{i}")(x))
@@ -46,7 +46,7 @@ class LayerWeights(nn.Module):
 def normalised(
     raw: jax.Array, own_column: jax.Array, allowed: jax.Array, normalise: str
 ) -> jax.Array:
-    """Turns raw weights into alpha, whose rows sum to 1. Returns an array of shape [L, N].
+    """Turns one client's raw weights into alpha, whose rows sum to 1. Returns shape [L, N].
 
     Args:
       raw: Raw weights of shape [L, N].

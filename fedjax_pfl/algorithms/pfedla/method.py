@@ -55,8 +55,8 @@ from fedjax_pfl.core.algorithm import (
 class ServerState(NamedTuple):
     """State that the server keeps for each client, stacked over clients."""
 
-    theta: PyTree  # parameters as last uploaded
-    psi: PyTree  # parameters of the hypernetwork, its embedding included
+    theta: PyTree  # parameters as last uploaded, leaves of shape [N, ...]
+    psi: PyTree  # parameters of each client's hypernetwork, its embedding included
     candidates: CandidateTable | tuple[()]  # empty if every client mixes all models
 
 
@@ -64,7 +64,7 @@ class ClientState(NamedTuple):
     """State kept on the client between rounds."""
 
     model_state: PyTree  # BatchNorm statistics
-    momentum: PyTree
+    momentum: PyTree  # state of the local optimiser; () if clients do not keep it
 
 
 def pfedla(
@@ -117,7 +117,7 @@ def pfedla(
         return mixing_candidates.select_models(rows.candidates, rows.theta, i, federation)
 
     def alpha(psi: PyTree, stored: MixingInputs) -> jax.Array:
-        """Returns alpha_i, of shape [L, N] or [L, M]."""
+        """Returns one client's alpha, [L, N], or [L, M] with M candidates."""
         raw = jnp.asarray(network.apply({"params": psi}))
         return normalised(raw, stored.own_column, stored.allowed, normalise)
 
