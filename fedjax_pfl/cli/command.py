@@ -15,15 +15,15 @@ _HELP = ("h", "help", "helpshort", "helpfull")
 
 
 class Call(NamedTuple):
-    """A call of a command."""
+    """One call of a command of `fedjax-pfl`: its arguments, also as parsed by absl."""
 
-    arguments: Sequence[str]  # everything after the command's name
+    arguments: Sequence[str]  # all after the command's name; presets as FILE.py:PRESET
     options: flags.FlagValues  # parsed flags
-    positional: Sequence[str]  # arguments that are no flags
+    positional: Sequence[str]  # arguments that are no flags, such as paths of runs
 
 
 def check_no_positional(call: Call) -> None:
-    """Raises a UsageError if an argument is no flag."""
+    """Raises a UsageError if a call of a command without positional arguments has one."""
     if call.positional:
         raise UsageError(
             f"{call.positional[0]!r} is no flag; settings are given as --config.KEY=VALUE"
@@ -31,16 +31,16 @@ def check_no_positional(call: Call) -> None:
 
 
 class Command(NamedTuple):
-    """A command of `fedjax-pfl`."""
+    """A command of `fedjax-pfl`: its help, its flags and the function that runs it."""
 
     help: Callable[[], str]  # text above the list of flags
-    define_flags: Callable[[flags.FlagValues], None]
-    run: Callable[[Call], None]
+    define_flags: Callable[[flags.FlagValues], None]  # adds its flags to an empty set, not --config
+    run: Callable[[Call], None]  # does the work and prints the results
     system: str | None = None  # whose presets are the default of --config; None: no --config
 
 
 def run_command(command: Command, arguments: Sequence[str]) -> None:
-    """Runs a command of `fedjax-pfl`, and exits."""
+    """Runs a command with its arguments, without its name, and exits; status 2: UsageError."""
     with ending():
         options, arguments = define(command, arguments)
         _run(
@@ -52,7 +52,7 @@ def run_command(command: Command, arguments: Sequence[str]) -> None:
 
 
 def define(command: Command, arguments: Sequence[str]) -> tuple[flags.FlagValues, Sequence[str]]:
-    """Returns the flags of a command, and the arguments with the paths of presets' files."""
+    """Returns the flags, not yet parsed, and the arguments, with presets as FILE.py:PRESET."""
     options = flags.FlagValues()
     command.define_flags(options)
     if command.system is not None:
@@ -63,9 +63,10 @@ def define(command: Command, arguments: Sequence[str]) -> tuple[flags.FlagValues
 
 
 def run_script(main: Callable[[Sequence[str]], None], help_text: str | None) -> None:
-    """Runs a script whose flags are in `flags.FLAGS`, and exits.
+    """Runs a script whose flags are in `flags.FLAGS` with the process's arguments, and exits.
 
-    `main` gets the script's name and the arguments that are no flags.
+    `main` gets a list: the script's name, then the arguments that are no flags. `help_text` is what
+    --help prints above the flags.
     """
     with ending():
         _run(main, flags.FLAGS, sys.argv[1:], lambda: help_text or "")
@@ -77,6 +78,7 @@ def _run(
     arguments: Sequence[str],
     help_text: Callable[[], str],
 ) -> None:
+    """Parses the arguments and calls `main` with [program, *positional], or prints --help."""
     logging.set_verbosity(logging.WARNING)
     if any(word.startswith("-") and word.lstrip("-") in _HELP for word in arguments):
         print(f"{help_text().strip()}\n\n{_flag_list(options)}")

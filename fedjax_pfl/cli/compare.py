@@ -27,7 +27,7 @@ number of rows.
 
 
 def define_flags(options: flags.FlagValues) -> None:
-    """Defines the flags."""
+    """Adds the flags --out and --format to `options`."""
     flags.DEFINE_string(
         "out", None, "Folder for the page, tables and figures.", flag_values=options
     )
@@ -37,14 +37,14 @@ def define_flags(options: flags.FlagValues) -> None:
 
 
 def run_directories(path: Path) -> list[Path]:
-    """Returns the path of a run, or of all runs in the folder of a sweep."""
+    """Returns [path] for a run directory, or the run directories in the folder of a sweep."""
     if (path / "config.json").is_file():
         return [path]
     return sorted(config.parent for config in path.glob("*/config.json")) or [path]
 
 
 def compare(call: Call) -> None:
-    """Reads runs, prints their comparison and writes it to --out."""
+    """Compares the runs in `call.positional`; prints tables in --format, writes a page to --out."""
     if not call.positional:
         raise UsageError("name one run directory or more, such as runs/pfedla")
     directories = [path for word in call.positional for path in run_directories(Path(word))]

@@ -14,9 +14,12 @@ from fedjax_pfl.settings import configuration
 
 
 def define_config(options: flags.FlagValues, arguments: Sequence[str], system: str) -> None:
-    """Defines --config; by default it is the file of a system's presets.
+    """Adds the flags --config and --config.KEY to `options`.
 
-    The arguments have resolved presets, and settings to change.
+    Args:
+      options: Flags of the command, not yet parsed.
+      arguments: Arguments after `resolve_config`; absl reads the file and the keys in them.
+      system: Its presets' file is the default of --config.
     """
     with in_one_line():
         config_flags.DEFINE_config_file(
@@ -30,7 +33,7 @@ def define_config(options: flags.FlagValues, arguments: Sequence[str], system: s
 
 
 def define_data_dir(options: flags.FlagValues) -> "flags.FlagHolder[str | None]":
-    """Defines --data_dir and returns its holder."""
+    """Adds --data_dir to `options` and returns its holder, from which absl reads the value."""
     return flags.DEFINE_string(
         "data_dir",
         None,
@@ -40,7 +43,7 @@ def define_data_dir(options: flags.FlagValues) -> "flags.FlagHolder[str | None]"
 
 
 def read_settings(options: flags.FlagValues, arguments: Sequence[str]) -> ConfigDict:
-    """Returns the settings of --config, of the command line and of --data_dir."""
+    """Returns the settings of --config, with the changes by --config.KEY=VALUE and --data_dir."""
     with in_one_line():
         settings = options.config.copy_and_resolve_references()
     replace_length(settings, arguments)
@@ -50,14 +53,15 @@ def read_settings(options: flags.FlagValues, arguments: Sequence[str]) -> Config
 
 
 def changed_settings(options: flags.FlagValues) -> dict[str, object]:
-    """Returns the settings that the command line changes, by their paths."""
+    """Returns the values given as --config.KEY=VALUE, by KEY such as "pfedla.rate"."""
     return config_flags.get_override_values(options["config"])
 
 
 def resolve_config(arguments: Sequence[str], default: str) -> list[str]:
-    """Replaces SYSTEM of --config=SYSTEM:PRESET by the path of its file.
+    """Returns the arguments with SYSTEM of --config=SYSTEM:PRESET replaced by its file's path.
 
-    `default` is the command's own system, which a hint names for a preset without one.
+    Raises a UsageError if there is no such system or file. For --config=PRESET the message suggests
+    `default`, the command's own system.
     """
     resolved = list(arguments)
     for i, argument in enumerate(arguments):
@@ -79,7 +83,13 @@ def resolve_config(arguments: Sequence[str], default: str) -> list[str]:
 
 
 def _nearest_config(name: str, preset: str, default: str) -> str:
-    """Returns a hint for a configuration that does not exist."""
+    """Returns a hint for a missing configuration, such as "did you mean pfedla:digits?".
+
+    Args:
+      name: System or file, the part before the colon.
+      preset: The colon and the rest, or "" if there is no colon.
+      default: System to suggest if `name` may be a preset.
+    """
     is_path = "/" in name or name.endswith(".py")
     files = {path.stem: str(path) for path in Path(name).parent.glob("[!_]*.py")} if is_path else {}
     candidates = {**files, **{system: system for system in presets.SYSTEMS}}
@@ -107,7 +117,7 @@ def check_keys(arguments: Sequence[str]) -> None:
 
 
 def flag_values(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yields the flags of a command line with their values: --FLAG=VALUE or --FLAG VALUE."""
+    """Yields (FLAG, VALUE) for each --FLAG=VALUE or --FLAG VALUE; VALUE is "" if there is none."""
     left = list(arguments)
     while left:
         flag, equals, value = left.pop(0).partition("=")
@@ -117,7 +127,7 @@ def flag_values(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def replace_length(settings: ConfigDict, arguments: Sequence[str]) -> None:
-    """Lets local steps on the command line replace a preset's epochs, and epochs its steps."""
+    """Unsets `local_epochs` in place if `arguments` set only `local_steps`, and vice versa."""
     changed = {flag.removeprefix("config.") for flag, _ in flag_values(arguments)}
     for unit, replaced in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):
         if unit in changed and replaced not in changed:
@@ -125,7 +135,7 @@ def replace_length(settings: ConfigDict, arguments: Sequence[str]) -> None:
 
 
 def default_workdir(name: str, arguments: Sequence[str]) -> str:
-    """Returns runs/NAME-PRESET-CHANGES, so that runs of other settings have other directories."""
+    """Returns runs/NAME-PRESET-KEY=VALUE-... for a command and its --config flags, shortened."""
     parts = [name]
     for flag, value in flag_values(arguments):
         if flag == "config" and ":" in value:

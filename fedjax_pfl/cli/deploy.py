@@ -25,7 +25,7 @@ machines of several people.
 
 
 def define_flags(options: flags.FlagValues) -> None:
-    """Defines the flags, except --config."""
+    """Adds the flags of the command to `options`, except --config."""
     string = partial(flags.DEFINE_string, flag_values=options)
     integer = partial(flags.DEFINE_integer, flag_values=options)
     string("workdir", None, "Run directory. Default: runs/ and the preset.")
@@ -49,7 +49,7 @@ def define_flags(options: flags.FlagValues) -> None:
 
 
 def deploy(call: Call) -> None:
-    """Starts the nodes, trains, prints the scores and stops the nodes."""
+    """Starts a Flower node per client, trains, stops the nodes, and prints scores and paths."""
     options = call.options
     check_no_positional(call)
     if importlib.util.find_spec("flwr") is None:

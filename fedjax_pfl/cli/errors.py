@@ -18,7 +18,7 @@ _EXPECTED = {  # by a part of absl's message
 
 
 def own_flags(options: flags.FlagValues) -> list[flags.Flag]:
-    """Returns the flags that commands define, without flags of libraries and settings."""
+    """Returns this library's flags, sorted by name, without absl's own and --config.KEY."""
     modules = (sys.argv[0], "fedjax_pfl.", "experiments.")
     by_name = {
         flag.name: flag
@@ -31,7 +31,7 @@ def own_flags(options: flags.FlagValues) -> list[flags.Flag]:
 
 @contextlib.contextmanager
 def ending() -> Iterator[None]:
-    """Ends the process with one line instead of a traceback if the user has to change something."""
+    """Context that ends with one line on stderr, not a traceback, after UsageError or a signal."""
     try:
         try:
             yield
@@ -48,7 +48,7 @@ def ending() -> Iterator[None]:
 
 
 def fail(error: Exception) -> None:
-    """Prints an error in one line and exits with status 2."""
+    """Prints "error: MESSAGE" in one line on stderr and exits with status 2."""
     line = " ".join(str(error).split()) or type(error).__name__
     print(f"error: {line}", file=sys.stderr)
     sys.exit(2)
@@ -56,9 +56,9 @@ def fail(error: Exception) -> None:
 
 @contextlib.contextmanager
 def in_one_line(options: flags.FlagValues | None = None) -> Iterator[None]:
-    """Turns every error of reading flags or a configuration file into a UsageError.
+    """Context that turns every error of reading flags or a configuration file into a UsageError.
 
-    The message about an unknown flag names the flags of `options`.
+    The message about an unknown flag lists the flags of `options`; None: it lists none.
     """
     try:
         yield
@@ -83,7 +83,7 @@ def _last_line(text: str) -> str:
 
 
 def _flag_error(line: str) -> str:
-    """Rewords absl's message about the value of a setting."""
+    """Returns absl's message; if it is about --config.KEY, as "KEY is VALUE; it must be ..."."""
     flag, _, value = line.partition(": ")[0].removeprefix("flag --").partition("=")
     for part, expected in _EXPECTED.items():
         if part in line and flag.startswith("config."):

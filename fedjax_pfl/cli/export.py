@@ -21,7 +21,7 @@ reads the network and the variables of a file.
 
 
 def define_flags(options: flags.FlagValues) -> None:
-    """Defines the flags."""
+    """Adds the flags --out, --clients, --best and --data_dir to `options`."""
     flags.DEFINE_string("out", None, "Folder for the files, empty or new.", flag_values=options)
     flags.DEFINE_string(
         "clients", None, "Clients to export, such as 0,3-5. Default: all.", flag_values=options
@@ -36,7 +36,7 @@ def define_flags(options: flags.FlagValues) -> None:
 
 
 def parse_clients(text: str) -> list[int]:
-    """Returns the numbers in a list such as 0,3-5."""
+    """Returns the client numbers in a text: "0,3-5" gives [0, 3, 4, 5]; raises a UsageError."""
     clients: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", part)
@@ -50,7 +50,7 @@ def parse_clients(text: str) -> list[int]:
 
 
 def write_models(call: Call) -> None:
-    """Restores a run, writes its models and prints where they are."""
+    """Writes the personal models of the run in `call.positional` to --out, one file per client."""
     options = call.options
     if len(call.positional) != 1:
         raise UsageError("name one run directory, such as runs/pfedla")

@@ -19,12 +19,12 @@ these folders may hold numbers, arrays, lists and dicts only; nothing in them is
 
 
 def define_flags(options: flags.FlagValues) -> None:
-    """Defines the flags."""
+    """Adds the flag --out to `options`."""
     flags.DEFINE_string("out", None, "New folder for the NumPy files.", flag_values=options)
 
 
 def import_partition(call: Call) -> None:
-    """Converts the folder, and prints what it has and how to train on it."""
+    """Converts the folder in `call.positional` to NumPy files in --out, and prints what it has."""
     options = call.options
     if len(call.positional) != 1:
         raise UsageError("name one folder, such as PFLlib/dataset/Cifar10")

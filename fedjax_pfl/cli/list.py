@@ -18,12 +18,12 @@ KINDS = (*listing.KINDS, "presets")
 
 
 def text(kind: str) -> str:
-    """Returns the list of one kind, at most 100 columns wide."""
+    """Returns the list of one of `KINDS`, such as "methods", at most 100 columns wide."""
     return "\n".join(_presets()) if kind == "presets" else listing.listing(kind)
 
 
 def _presets() -> Iterator[str]:
-    """Yields the systems and the words of their presets."""
+    """Yields lines of text: each system, such as pfedla, and the words that name its presets."""
     column = listing.NAME_WIDTH + 2
     yield "Presets: fedjax-pfl SYSTEM --config=SYSTEM:PRESET"
     for name, module in SYSTEMS.items():
@@ -35,7 +35,7 @@ def _presets() -> Iterator[str]:
 
 
 def print_lists(call: Call) -> None:
-    """Prints the list of one kind, or all lists."""
+    """Prints the list of the kind in `call.positional`, or of all kinds if none is given."""
     if len(call.positional) > 1:
         raise UsageError(f"name one kind, or none for all: {', '.join(KINDS)}")
     for word in call.positional:

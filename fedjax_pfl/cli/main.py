@@ -19,10 +19,10 @@ Commands:"""
 
 
 class Entry(NamedTuple):
-    """A command: its module in this package and its description."""
+    """Where a command is defined, and what it does; the module is imported when it is run."""
 
-    module: str
-    description: str
+    module: str  # in fedjax_pfl.cli; its COMMANDS holds the command by name
+    description: str  # one sentence
 
 
 COMMANDS = {
@@ -43,21 +43,21 @@ COMMANDS = {
 
 
 def load(name: str) -> Command:
-    """Returns a command by its name."""
+    """Imports and returns a command by its name; its help starts with its description."""
     entry = COMMANDS[name]
     command: Command = importlib.import_module(f"fedjax_pfl.cli.{entry.module}").COMMANDS[name]
     return command._replace(help=lambda: f"{entry.description}\n\n{command.help().strip()}")
 
 
 def help_text() -> str:
-    """Returns the list of commands."""
+    """Returns the text of fedjax-pfl --help: usage, and each command with its description."""
     width = max(map(len, COMMANDS))
     rows = [f"  {name.ljust(width)}  {entry.description}" for name, entry in COMMANDS.items()]
     return "\n".join([HELP, *rows])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command that the first argument names; by default the arguments of the process."""
+    """Runs the command that `arguments` start with, on the rest of them; None: sys.argv[1:]."""
     name, *own_arguments = arguments or sys.argv[1:] or ["--help"]
     with ending():
         if name.lstrip("-") in ("h", "help"):

@@ -32,38 +32,38 @@ _JOINING = "joining"
 
 
 class ProcessOptions(NamedTuple):
-    """The flags --processes, --process, --coordinator and --wait."""
+    """The flags --processes, --process, --coordinator and --wait, for runs of several processes."""
 
-    processes: int = 1
-    process: int | None = None  # number of this process, if each machine starts its own
-    coordinator: str | None = None  # HOST:PORT of process 0, or auto
+    processes: int = 1  # number of all processes of the run
+    process: int | None = None  # number of this process, from 0; None: start all of them here
+    coordinator: str | None = None  # HOST:PORT of process 0, "auto" for the cluster's; None: here
     wait: int = 300  # seconds until all processes must have joined
 
 
 class Worker(NamedTuple):
-    """A process that computes, seen from the process that started it."""
+    """A child process that computes, as the process that started it knows it."""
 
     number: int | None  # None: the cluster assigns it
     pid: int
-    last_line: IO[bytes]
-    output: IO[bytes]  # of libraries, and of processes other than the first
+    last_line: IO[bytes]  # temporary file with the message with which it ended, "" for none
+    output: IO[bytes]  # temporary file: output of libraries, and all of workers that are not first
 
 
 class End(NamedTuple):
-    """The end of a worker."""
+    """How a worker ended."""
 
-    number: int | None
-    code: int  # negative: the signal that ended it
-    last_line: str
-    output: str
+    number: int | None  # as in `Worker`
+    code: int  # exit status; negative: the signal that ended it
+    last_line: str  # its error message, or ""
+    output: str  # contents of `Worker.output`
 
 
 @contextlib.contextmanager
 def run_in_processes(options: ProcessOptions) -> Iterator[None]:
-    """Runs the body of a with statement in every process of the run; each ends with it.
+    """Context that forks the processes of a run; each runs the body of the with statement and ends.
 
-    The process that starts them does not run the body. It exits when they have ended, with their
-    status.
+    The process that starts them does not run the body. It exits when they have ended, with the
+    status of `verdict`. A run of one process runs the body in this process and goes on after it.
     """
     numbers = local_numbers(options)
     if not numbers:
@@ -120,7 +120,11 @@ def run_in_processes(options: ProcessOptions) -> Iterator[None]:
 
 
 def local_numbers(options: ProcessOptions) -> Sequence[int | None]:
-    """Returns the numbers of the processes to start here; none if this process computes itself."""
+    """Returns the numbers of the processes to fork on this machine.
+
+    [] if this process computes the whole run itself, [None] if the cluster assigns the number.
+    Raises a UsageError for flags that do not fit together.
+    """
     if options.coordinator == "auto":
         if options.process is not None or options.processes != 1:
             raise UsageError("with --coordinator=auto, --processes and --process are the cluster's")
@@ -151,7 +155,7 @@ def _free_port() -> int:
 
 
 def _end_with(pipe: int) -> None:
-    """Ends this process when its parent process ends."""
+    """Waits until the parent process, which holds the other end of `pipe`, ends; then exits."""
     os.read(pipe, 1)
     os._exit(GONE)
 
@@ -164,7 +168,7 @@ def _write_line(file: IO[bytes], line: str) -> None:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Lets signals end the process: Python runs no handler while JAX waits for others."""
+    """Context in which signals end the process at once: Python runs no handler while JAX waits."""
     numbers = [n for n in interrupt.SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
     handlers = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     yield
@@ -173,7 +177,14 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _join(options: ProcessOptions, number: int | None, address: str, local: int) -> None:
-    """Joins the processes of the run; JAX must not have looked for devices yet."""
+    """Connects this process to the others by jax.distributed.initialize, before JAX finds devices.
+
+    Args:
+      options: The flags.
+      number: Number of this process; None: the cluster assigns it.
+      address: HOST:PORT of process 0.
+      local: Number of processes of this run on this machine, which share its cores.
+    """
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM
     limits: Any = {"initialization_timeout": options.wait, "heartbeat_timeout_seconds": _HEARTBEAT}
     if number is None:
@@ -205,7 +216,7 @@ def _join(options: ProcessOptions, number: int | None, address: str, local: int)
 
 
 def _any_address() -> str:
-    """Returns the address that stands for all of this machine's; it may have no IPv6."""
+    """Returns the host to listen on at all addresses: "[::]", or "0.0.0.0" without IPv6."""
     try:
         with socket.socket(socket.AF_INET6) as probe:
             probe.bind(("::", 0))
@@ -226,7 +237,7 @@ def _check_free(port: int) -> None:
 
 
 def _reach(address: str, seconds: float) -> None:
-    """Raises a UsageError if process 0 cannot be reached in time; JAX would give no reason."""
+    """Waits until process 0 answers at HOST:PORT; raises a UsageError after `seconds`."""
     host, _, port = address.rpartition(":")
     end = time.monotonic() + seconds
     while True:
@@ -246,7 +257,10 @@ def _reach(address: str, seconds: float) -> None:
 
 
 def _wait_for(workers: Sequence[Worker]) -> list[End]:
-    """Returns how all workers ended. If one fails, the others are killed after a few seconds."""
+    """Waits for all workers and returns their ends; forwards signals to them meanwhile.
+
+    If one fails, those that still run 12 seconds later are killed.
+    """
     left = {worker.pid: worker for worker in workers}
     ends, deadline = [], None
 
@@ -299,14 +313,14 @@ _UNHEALTHY = re.compile(r"stopped sending heartbeats\):\s*((?:\d+\s+)+)")
 
 
 def _as_stopped(end: End) -> End:
-    """Treats a signal that came before its handler was installed like one that was handled."""
+    """Returns the end with exit status 128 + signal if SIGINT or SIGTERM killed the worker."""
     if -end.code not in interrupt.SIGNALS:
         return end
     return end._replace(code=128 - end.code, last_line="stopped before the first round")
 
 
 def verdict(ends: Sequence[End], options: ProcessOptions, address: str) -> tuple[str, int]:
-    """Returns the line about how the workers ended, and the exit status."""
+    """Returns the message about how the workers ended, "" if all is well, and the exit status."""
 
     def of(end: End) -> str:
         return "" if end.number is None else f" {end.number} of {options.processes}"

@@ -17,7 +17,7 @@ from fedjax_pfl.simulation.devices import prepare_devices
 
 
 def define_flags(options: flags.FlagValues) -> None:
-    """Defines the flags, except --config."""
+    """Adds the flags of the command to `options`, except --config."""
     string = partial(flags.DEFINE_string, flag_values=options)
     integer = partial(flags.DEFINE_integer, flag_values=options)
     string(
@@ -40,7 +40,7 @@ def define_flags(options: flags.FlagValues) -> None:
 
 
 def train(name: str, call: Call) -> None:
-    """Trains, and prints the scores and the path of the report."""
+    """Trains with the settings in `call`; prints scores. `name` is the command, such as pfedla."""
     check_no_positional(call)
     options = call.options
     settings = read_settings(options, call.arguments)
@@ -62,7 +62,12 @@ def train(name: str, call: Call) -> None:
 
 
 def show(workdir: Path, results: Mapping[str, runner.Result]) -> None:
-    """Prints the scores of a run, or the comparison of a sweep."""
+    """Prints the scores of a run, or compares the runs of a sweep and prints and writes the tables.
+
+    Args:
+      workdir: Directory of the run, or folder of the sweep.
+      results: Results by name of the run in the folder; "" is a run that is no sweep.
+    """
     for result in results.values():
         if result.resumed_at is not None:
             finished = result.resumed_at == result.metrics[-1]["round"]
@@ -81,7 +86,7 @@ def show(workdir: Path, results: Mapping[str, runner.Result]) -> None:
 
 
 def help_text(name: str) -> str:
-    """Returns the presets of a system and the settings of its method."""
+    """Returns the help of a command such as pfedla: its presets and the settings of its method."""
     method = name if name in configuration.ALGORITHMS else "fedavg"
     return f"{(presets.SYSTEMS[name].__doc__ or '').strip()}\n\n{listing.command_help(method)}"
 

@@ -42,7 +42,7 @@ finished runs are only read, also with another grid.
 
 
 def define_flags(options: flags.FlagValues) -> None:
-    """Defines the flags, except --config."""
+    """Adds the flags of the command to `options`, except --config."""
     count = partial(flags.DEFINE_integer, lower_bound=1, flag_values=options)
     define_data_dir(options)
     flags.DEFINE_list(
@@ -82,13 +82,13 @@ def configure_methods(
 ) -> dict[str, ConfigDict]:
     """Returns the configuration of each method, by name.
 
-    If the presets of the file accept a method as a word, as the library's do, a method gets the
-    settings of that word. Otherwise only `algorithm` changes.
+    If the file has a preset PRESET-METHOD, as the library's files have, it is the configuration of
+    the method. Otherwise it is `base` with another `algorithm`.
 
     Args:
-      source: FILE.py:PRESET.
-      base: The configuration of the preset, with the changes.
-      changes: Settings of the command line, by path.
+      source: FILE.py:PRESET, the value of --config.
+      base: The configuration of PRESET, with the changes.
+      changes: Values given as --config.KEY=VALUE, by KEY; they apply to each method.
       methods: Names of methods.
     """
     configs = {}
@@ -107,7 +107,7 @@ def configure_methods(
 
 
 def _method_preset(source: str, method: str) -> ConfigDict | None:
-    """Returns the preset with a method as another word, or None if the file has no such word."""
+    """Returns the preset PRESET-METHOD for `source`, FILE.py:PRESET, or None if there is none."""
     path, _, preset = source.partition(":")
     try:
         spec = importlib.util.spec_from_file_location("presets_to_tune", path)
@@ -123,7 +123,10 @@ def _method_preset(source: str, method: str) -> ConfigDict | None:
 
 
 def tune(call: Call) -> None:
-    """Runs the points of all methods, and prints and writes the tables."""
+    """Trains methods with points of their grids, up to --budget each; prints and writes the tables.
+
+    A point is one value for each key of --grid. Exits the process with the search's status.
+    """
     options = call.options
     check_no_positional(call)
     base = read_settings(options, call.arguments)

@@ -31,8 +31,8 @@ def section(run: Run, reference_runs: Mapping[str, Run], picture: Picture | None
 
     Args:
       run: The run.
-      reference_runs: Reference runs by label.
-      picture: Figure of `draw`.
+      reference_runs: Runs of FedAvg and Local on the same data, by label of the method.
+      picture: Figure of `draw`; None leaves it out.
     """
     title, details = "Did it help?", ""
     comparable = references.comparable(run, reference_runs)
@@ -65,10 +65,11 @@ def section(run: Run, reference_runs: Mapping[str, Run], picture: Picture | None
 
 
 def draw(run: Run, reference_runs: Mapping[str, Run]) -> Picture | None:
-    """Draws the gain of each client over the best comparable reference run, sorted.
+    """Draws the gain in score of each participating client, sorted, positive if this run is better.
 
-    Without one, draws the gain by local training. Returns None if no client has both
-    scores.
+    The gain is that over the same client in the best comparable reference run, both before local
+    training. Without such a run it is the gain by local training, after minus before. Returns None
+    if no client has both scores. `reference_runs` are runs by label.
     """
     metric = metric_of(run.metrics)
     best = _best(run, references.comparable(run, reference_runs))
@@ -106,7 +107,7 @@ def draw(run: Run, reference_runs: Mapping[str, Run]) -> Picture | None:
 
 
 def _draw_gains(axes: Any, values: np.ndarray, names: Sequence[str], metric: Metric) -> None:
-    """Draws sorted gains as stems or, for many clients, as an area."""
+    """Draws sorted gains [N] as a line per client or, for more than 60 clients, as an area."""
     x = np.arange(len(values))
     masks = {"better": values > 0, "worse": values < 0, "equal": values == 0}
     for kind, mask in masks.items():
@@ -142,7 +143,7 @@ def _draw_gains(axes: Any, values: np.ndarray, names: Sequence[str], metric: Met
 
 
 def _best(run: Run, reference_runs: Mapping[str, Run]) -> str | None:
-    """Returns the label of the reference run with the best score before local training."""
+    """Returns the label of the run with the best last score before local training, or None."""
     metric = metric_of(run.metrics)
     scores = {
         name: _mean(other.metrics, metric, "before") for name, other in reference_runs.items()
@@ -157,7 +158,11 @@ def _mean(metrics: Sequence[Record], metric: Metric, stage: str) -> float:
 
 
 def _verdict(run: Run, reference: Run) -> str:
-    """Returns "Yes. ", "No. " or "Not clearly. ", or "" if clients cannot be paired."""
+    """Returns the answer to whether `run` is better than `reference` before local training.
+
+    "Yes. " or "No. " if a paired test over clients has p < 0.05, else "Not clearly. ", or "" if the
+    clients cannot be paired.
+    """
     row, baseline = references.as_row(run), references.as_row(reference)
     test = comparison.paired_test(row, baseline, "before")
     if not isinstance(test, PairedTest):
@@ -169,7 +174,7 @@ def _verdict(run: Run, reference: Run) -> str:
 
 
 def _stages_sentence(metrics: Sequence[Record]) -> str:
-    """Returns the mean scores before and after local training."""
+    """Returns a sentence with the last mean scores before and after local training."""
     metric = metric_of(metrics)
     before, after = (_mean(metrics, metric, stage) for stage in drawing.STAGES)
     sentence = f"The mean {metric_name(metric)} is {format_score(metric, before)} as served"

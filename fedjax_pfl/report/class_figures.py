@@ -17,12 +17,13 @@ _COLOUR_MAP = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))
 
 
 def draw(confusion: Mapping[str, Any], names: Sequence[str] = ()) -> Picture | None:
-    """Draws the shares of each class's examples by predicted class, before local training.
+    """Draws a confusion matrix: shares of each class's test examples (row) by predicted class.
 
-    Returns None if no test examples were counted.
+    Predictions are those before local training, summed over clients; each row sums to 1. Returns
+    None if no test examples were counted.
 
     Args:
-      confusion: Content of confusion.json.
+      confusion: Content of confusion.json; "before" has counts [C, C] by class and prediction.
       names: Names of the classes. Default: their numbers.
     """
     if not confusion.get("before") or not np.any(confusion["before"]):
@@ -67,7 +68,7 @@ def draw(confusion: Mapping[str, Any], names: Sequence[str] = ()) -> Picture | N
 
 
 def sentence(confusion: Mapping[str, Any], names: Sequence[str] = ()) -> str:
-    """Returns the classes with the lowest recall before local training, or "" if none is counted.
+    """Returns a sentence with the three lowest recalls before local training, "" without counts.
 
     For arguments see `draw`.
     """

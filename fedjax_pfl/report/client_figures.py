@@ -36,7 +36,10 @@ class _Scores(NamedTuple):
     active: np.ndarray  # whether a client takes part in training
 
     def groups(self, stage: str) -> Iterator[tuple[np.ndarray, str]]:
-        """Yields a mask of clients with a score, and its label: participants, then the others."""
+        """Yields (bool [N], label) of the clients with a score: participants, then the others.
+
+        `stage` is "before" or "after" local training. A group without clients is left out.
+        """
         finite = np.isfinite(getattr(self, stage))
         for mask, label in ((self.active, stage), (~self.active, f"{stage}, not taking part")):
             if (mask & finite).any():
@@ -44,16 +47,15 @@ class _Scores(NamedTuple):
 
 
 def draw(clients: Sequence[Mapping[str, Any]], metric: Metric) -> drawing.Picture | None:
-    """Draws the final scores of clients.
+    """Draws the final scores of clients before and after local training.
 
-    Few clients are pairs of points, before and after local training. More are points by number of
-    training examples, and many are a histogram.
-
-    Returns None if no client has a score.
+    Up to 60 clients are a pair of points each, sorted by score. Up to 1,000 are points over the
+    number of training examples. More are a histogram. Clients without a score before local training
+    are left out. Returns None if none has one.
 
     Args:
-      clients: Rows of clients.csv.
-      metric: The score.
+      clients: Rows of clients.csv, a dict of columns for each client.
+      metric: The score to draw.
     """
     rows = [row for row in clients if not math.isnan(number(row.get(f"before_{metric.name}")))]
     if not rows:
@@ -90,7 +92,7 @@ def client_name(row: Mapping[str, Any]) -> str:
 
 
 def _client_pairs(axes: Axes, names: list[str], scores: _Scores) -> None:
-    """Draws two points per client, before and after local training, joined by a line."""
+    """Draws clients `names` as two points each, before and after local training, with a line."""
     x = np.arange(len(names))
     axes.vlines(x, scores.before, scores.after, color="#999999", linewidth=1.2)
     for stage in drawing.STAGES:
@@ -118,7 +120,7 @@ def _client_pairs(axes: Axes, names: list[str], scores: _Scores) -> None:
 
 
 def _client_points(axes: Axes, sizes: np.ndarray, scores: _Scores) -> None:
-    """Draws scores over the clients' numbers of training examples, `sizes`."""
+    """Draws scores over the clients' numbers of training examples, `sizes` [N]."""
     for stage in drawing.STAGES:
         for mask, label in scores.groups(stage):
             colour = drawing.STAGE_COLOURS[stage]
@@ -142,7 +144,7 @@ def _client_points(axes: Axes, sizes: np.ndarray, scores: _Scores) -> None:
 
 
 def _histogram(axes: Axes, metric: Metric, scores: _Scores) -> None:
-    """Draws the number of clients by score, before and after local training."""
+    """Draws a histogram: numbers of clients by score, before and after local training."""
     values = np.concatenate([scores.before, scores.after])
     finite = values[np.isfinite(values)]
     middle, width = (finite.max() + finite.min()) / 2, np.ptp(finite)
@@ -168,7 +170,10 @@ def _histogram(axes: Axes, metric: Metric, scores: _Scores) -> None:
 
 
 def quantiles(values: Sequence[float], metric: Metric) -> dict[str, float]:
-    """Returns quantiles of the finite scores by name, from worst to best."""
+    """Returns seven quantiles of finite scores by name, from "worst" over "median" to "best".
+
+    They are NaN if no score is finite.
+    """
     scores = np.array(values)
     scores = scores[np.isfinite(scores)]
     if not len(scores):

@@ -21,28 +21,32 @@ from fedjax_pfl.simulation.metrics import mean_std
 
 
 class Row(NamedTuple):
-    """Runs that differ only in their seed."""
+    """One row of a comparison: runs with the same settings and different seeds."""
 
-    label: str  # settings in which the rows differ
-    config: Mapping[str, Any]  # common settings, with defaults for those that are not recorded
+    label: str  # its settings that differ from other rows', such as "FedAvg, lr=0.1"
+    config: Mapping[str, Any]  # settings of its runs without the seed, missing ones at defaults
     runs: Sequence[Run]  # sorted by seed
 
 
 class Summary(NamedTuple):
-    """Results of a row at the last evaluation; scores as returned by `mean_std`."""
+    """Results of a row at the last evaluation.
 
-    before: Mapping[str, Any]
-    after: Mapping[str, Any] | None  # None if local training was not evaluated
-    worst10: Mapping[str, Any]  # before local training
-    megabytes_down: float  # of all clients, mean over seeds
-    megabytes_up: float
-    rounds: tuple[int, int]  # fewest and most over the seeds
+    A score is a dict over seeds of the mean over clients: `mean`, sample deviation `std` (None for
+    one seed) and number `seeds`.
+    """
+
+    before: Mapping[str, Any]  # before local training
+    after: Mapping[str, Any] | None  # after it; None if not evaluated
+    worst10: Mapping[str, Any]  # mean of the worst tenth of clients, before local training
+    megabytes_down: float  # downloaded in the whole run by all clients, mean over seeds
+    megabytes_up: float  # uploaded
+    rounds: tuple[int, int]  # round of the last evaluation: fewest and most over the seeds
 
 
 class PairedTest(NamedTuple):
     """Client-wise comparison of two rows; each client's difference is a mean over seeds."""
 
-    difference: float  # mean of row minus baseline
+    difference: float  # mean over clients of the score of the row minus that of the baseline
     p: float  # two-sided Wilcoxon signed-rank test; 1 if there is no difference
     pairs: int  # number of clients
     better: int  # clients for which the row is better
@@ -61,7 +65,10 @@ def check(run: Run) -> Run:
 
 
 def group(runs: Sequence[Run]) -> list[Row]:
-    """Groups runs by settings, in order of appearance; raises UsageError for a repeated run."""
+    """Groups runs that differ only in the seed into rows, in order of appearance.
+
+    Raises UsageError for two runs with equal settings and seed, or runs with different metrics.
+    """
     directories = {metric_of(run.metrics).name: run.directory for run in reversed(runs)}
     if len(directories) > 1:
         (metric, directory), (first_metric, first_directory) = list(directories.items())[:2]
@@ -94,11 +101,11 @@ def group(runs: Sequence[Run]) -> list[Row]:
 
 
 def result_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings that affect the results, without the seed.
+    """Returns the settings that affect the results, without the seed, as a nested dict.
 
     Args:
-      config: Settings of a run. A setting that the library did not have yet is at its default.
-      defaults: All settings at their defaults. A sub-config that the run lacks is left out.
+      config: Recorded settings of a run. Settings that it lacks are returned at their defaults.
+      defaults: All settings at their defaults. Sub-configs that `config` lacks are left out.
     """
     defaults_of_run = {
         key: value for key, value in defaults.items() if not isinstance(value, Mapping)
@@ -111,7 +118,7 @@ def result_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> d
 
 
 def labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a label per configuration with the settings in which the configurations differ."""
+    """Returns a label per configuration of the settings that differ, such as "FedAvg, lr=0.1"."""
     flat_configs = [dict(flatten(config)) for config in configs]
     values: dict[str, set[str]] = {}
     for config in flat_configs:
@@ -122,6 +129,7 @@ def labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     keys = sorted(set(differing) - set(kinds), key=lambda key: ("." in key, key))
 
     def label(config: Mapping[str, str], keys: Sequence[str]) -> str:
+        """Returns the values of `kinds`, then KEY=VALUE for `keys`, joined by commas."""
         parts = [
             method_labels.table_label(config[key]) if key == "algorithm" else config[key]
             for key in kinds
@@ -154,7 +162,7 @@ def unfinished(row: Row) -> str:
 
 
 def summary(row: Row) -> Summary:
-    """Returns means over the seeds of a row at the last evaluations."""
+    """Returns the results of a row's runs at their last evaluations, as means over seeds."""
     lasts = [run.metrics[-1] for run in row.runs]
     name = metric_of(lasts).name
 
@@ -176,7 +184,7 @@ def summary(row: Row) -> Summary:
 
 
 def diagnostic_values(row: Row) -> dict[str, float]:
-    """Returns the diagnostics of the last evaluations, as means over layers and seeds."""
+    """Returns diagnostics of the last evaluations by name, means over layers and seeds."""
     lasts = [run.metrics[-1].get("diagnostics", {}) for run in row.runs]
     names = [name for name in lasts[0] if all(name in last for last in lasts)]
     per_seed = {name: [diagnostics.mean(last[name]) for last in lasts] for name in names}
@@ -206,17 +214,17 @@ def curve(row: Row) -> Curve:
 def paired_test(row: Row, baseline: Row, stage: str) -> PairedTest | str:
     """Compares a row with a baseline client by client.
 
-    A pair is one client with the mean of its differences over seeds. The scores of a client under
-    several seeds come from the same examples, so they are no independent samples. The pairs are
-    the clients that a run's mean covers.
+    A pair is one client, with the mean over seeds of its difference in score. Seeds are not
+    independent samples, as a client's examples stay the same. Only clients that train and have test
+    examples count or, in a run on held-out clients, only these.
 
     Args:
       row: The row.
-      baseline: The row to compare with.
+      baseline: The row to compare with. Its runs must have the same seeds and clients.
       stage: "before" or "after" local training.
 
     Returns:
-      The test, or the reason why the rows cannot be paired.
+      The test, or the reason why the rows cannot be paired, such as "other seeds".
     """
     difference = _differences(row, baseline, stage)
     if isinstance(difference, str):
@@ -238,10 +246,10 @@ def _count_better(row: Row, difference: np.ndarray) -> int:
 def extremes(
     row: Row, baseline: Row, stage: str
 ) -> tuple[tuple[str, float], tuple[str, float]] | None:
-    """Returns (name, difference) of the clients that gain most and least against a baseline.
+    """Returns (name, difference) of the client that gains most, and of the one that gains least.
 
-    Returns None if clients have no names or cannot be paired. `stage` is "before" or "after" local
-    training.
+    The difference is the score in `row` minus that in `baseline`, mean over seeds. Returns None if
+    clients have no names or cannot be paired. `stage` is "before" or "after" local training.
     """
     difference = _differences(row, baseline, stage)
     names = {client["client"]: client.get("owner") for client in row.runs[0].clients}
@@ -258,9 +266,9 @@ def extremes(
 
 
 def share_better_than_local(row: Row, rows: Sequence[Row]) -> float | None:
-    """Returns the share of clients with a better score than in a run of Local on the same data.
+    """Returns the share, 0 to 1, of clients that score better than with Local on the same data.
 
-    Returns None if no other row is such a run.
+    Scores are those before local training. Returns None if no other row of `rows` is such a run.
     """
     for candidate in rows:
         is_local = candidate.config.get("algorithm") == "local" and not candidate.config.get(
@@ -276,8 +284,8 @@ def share_better_than_local(row: Row, rows: Sequence[Row]) -> float | None:
 def _differences(row: Row, baseline: Row, stage: str) -> np.ndarray | str:
     """Returns the mean difference in score of each client over seeds, row minus baseline.
 
-    `stage` is "before" or "after" local training. Returns an array [clients], or the reason why
-    the rows cannot be compared.
+    `stage` is "before" or "after" local training. Returns an array [N], or the reason why the
+    rows cannot be compared, such as "other seeds".
     """
     if unfinished(row) or unfinished(baseline):
         return "unfinished"
@@ -306,14 +314,18 @@ def _differences(row: Row, baseline: Row, stage: str) -> np.ndarray | str:
 
 
 def data_settings(config: Mapping[str, Any]) -> list[Any]:
-    """Returns the values of the settings that decide which examples each client has."""
+    """Returns the values of the settings that decide which examples each client has, to compare."""
     kinds = ("dataset", "partition")
     sub_configs = [config.get(str(config.get(kind)).partition(":")[0]) for kind in kinds]
     return [*(config.get(key) for key in settings_with("defines_data")), *sub_configs]
 
 
 def _scores(row: Row, stage: str) -> dict[tuple[int, int, int], float]:
-    """Returns the clients' scores by seed, client and number of test examples."""
+    """Returns the final scores of clients by (seed, client, number of test examples).
+
+    `stage` is "before" or "after" local training. Only clients over which the run's mean is taken
+    are in it: those that train or, in a run on held-out clients, those held out.
+    """
     name = metric_of(row.runs[0].metrics).name
     last_phase = (row.config.get("phases") or [{}])[-1]
     participants = last_phase.get("participants", row.config.get("participants"))

@@ -12,7 +12,11 @@ from fedjax_pfl.report.numbers import format_score, metric_name, metric_title
 
 
 def draw(rows: Mapping[str, Curve], metric: Metric) -> Picture:
-    """Draws the scores of compared rows over rounds and, if any moved, over bytes."""
+    """Draws mean scores before local training over rounds and, if any bytes moved, over bytes.
+
+    `rows` are the curves of the compared rows by label; one without rounds is left out. A band
+    reaches from the lowest to the highest seed.
+    """
     rows = {label: curve for label, curve in rows.items() if curve.rounds}
     moved = any(value > 0 for curve in rows.values() for value in curve.bytes_moved)
     has_band = any(

@@ -38,7 +38,11 @@ from fedjax_pfl.report.text_tables import Table
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """Returns tables of results, paired tests against the first row, and diagnostics."""
+    """Returns the tables of a comparison, in reading order.
+
+    They are results, paired tests of the other rows against the first, the clients that gain most
+    and least (if they have names), and the methods' diagnostics (if they have any).
+    """
     metric = metric_of(rows[0].runs[0].metrics)
     shares = [comparison.share_better_than_local(row, rows) for row in rows]
     has_local = any(share is not None for share in shares)
@@ -87,13 +91,13 @@ def _table(
     rows: Sequence[tuple[Row, list[str]]],
     best: Sequence[int] = (),
 ) -> Table:
-    """Returns a table with this library's variants below a line.
+    """Returns a table; rows whose method is a variant by this library are below a line.
 
     Args:
       title: Heading on the page.
       caption: Caption.
-      heads: Column heads.
-      rows: Rows and their cells.
+      heads: Column heads, without that of the labels.
+      rows: Rows of the comparison and their cells, one for each head.
       best: Directions of the columns, as in `Table.best`.
     """
     papers, variants = (
@@ -106,7 +110,7 @@ def _table(
 
 
 def _extremes(rows: Sequence[Row], metric: Metric) -> list[Table]:
-    """Returns a table of the clients that gain most and least, if clients have names."""
+    """Returns [table of who gains most and least against the first row], or [] without names."""
     pairs = [(row, comparison.extremes(row, rows[0], "before")) for row in rows[1:]]
     cells = [
         (row, [f"{name} {_difference(value, metric)}" for name, value in pair])
@@ -125,7 +129,7 @@ def _difference(value: float, metric: Metric) -> str:
 
 
 def _diagnostics(rows: Sequence[Row]) -> list[Table]:
-    """Returns a table of the diagnostics of methods that have some."""
+    """Returns a list with the table of the methods' diagnostics, or [] if none has any."""
     values = [comparison.diagnostic_values(row) for row in rows]
     names = list(dict.fromkeys(name for row_values in values for name in row_values))
     if not names:
@@ -152,7 +156,7 @@ def _label(row: Row) -> str:
 
 
 def _results(row: Row, metric: Metric) -> list[str]:
-    """Returns the cells of a row in the table of results."""
+    """Returns the cells of a row in the table of results, "before" to "seeds"; "–": missing."""
     results = comparison.summary(row)
     low, high = results.rounds
     return [
@@ -178,10 +182,10 @@ def _megabytes(value: float) -> str:
 
 
 def _tests(row: Row, first: Row, metric: Metric) -> list[str]:
-    """Returns the cells of a row in the table of paired tests against the first row.
+    """Returns the five cells of a row in the table of paired tests against the row `first`.
 
-    The cells are difference and p before and after local training, then the number of pairs, or
-    the reason why there are none.
+    The cells are difference and p before, difference and p after local training, and the number of
+    paired clients, or the reason why there are none.
     """
     tests = [comparison.paired_test(row, first, stage) for stage in drawing.STAGES]
     cells = []
@@ -196,7 +200,7 @@ def _tests(row: Row, first: Row, metric: Metric) -> list[str]:
 
 
 def text(rows: Sequence[Row]) -> str:
-    """Returns the tables as plain text."""
+    """Returns the tables of a comparison as plain text."""
     return text_tables.text(tables(rows))
 
 
@@ -211,9 +215,9 @@ def latex(rows: Sequence[Row]) -> str:
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """Returns a CSV line per row, with unrounded scores (accuracies from 0 to 1) and megabytes.
+    """Returns CSV: a header and a line per row, with unrounded scores (accuracies from 0 to 1).
 
-    `paired_clients` is the number of pairs, or why a row is not paired with the first.
+    Column `paired_clients` is the number of pairs, or why a row is not paired with the first.
     """
     metric = metric_of(rows[0].runs[0].metrics)
     lines: list[dict[str, Any]] = []
@@ -257,7 +261,7 @@ FORMATS: dict[str, Callable[[Sequence[Row]], str]] = {
 
 
 def write(rows: Sequence[Row], out: Path) -> Path:
-    """Writes tables, curves and, last and atomically, the page. Returns the path of the page."""
+    """Writes page, tables and curves of a comparison to the folder `out`; returns compare.html."""
     result_tables = tables(rows)  # takes seconds with 100,000 clients
     metric = metric_of(rows[0].runs[0].metrics)
     picture = comparison_curves.draw({_label(row): comparison.curve(row) for row in rows}, metric)
@@ -286,8 +290,8 @@ def _page(rows: Sequence[Row], result_tables: Sequence[Table], picture: drawing.
 
     Args:
       rows: The compared rows.
-      result_tables: Their tables.
-      picture: The curves.
+      result_tables: Result of `tables`.
+      picture: Figure of the curves.
     """
     configs = [dict(html_page.flatten(row.config)) for row in rows]
     shared = [(k, v) for k, v in configs[0].items() if all(c.get(k) == v for c in configs)]

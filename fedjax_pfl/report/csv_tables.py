@@ -9,7 +9,7 @@ _FORMULA = re.compile(r"'*[=+\-@\t\r]")  # start of a cell that a spreadsheet ma
 
 
 def write(file: TextIO, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes a CSV header and rows. Columns are in order of appearance; missing cells are empty."""
+    """Writes a CSV header and rows (dicts); columns in order of appearance, missing cells empty."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(file, names, lineterminator="\n")
     writer.writeheader()
@@ -17,7 +17,7 @@ def write(file: TextIO, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def escaped(value: Any) -> Any:
-    """Returns a text with an apostrophe in front if a spreadsheet would evaluate it."""
+    """Returns the value; a text that a spreadsheet would evaluate gets an apostrophe in front."""
     if not isinstance(value, str) or not _FORMULA.match(value) or _is_number(value):
         return value
     return f"'{value}"
@@ -29,6 +29,7 @@ def unescaped(text: str) -> str:
 
 
 def _is_number(text: str) -> bool:
+    """Returns True if Python can read the text as a float."""
     try:
         float(text)
     except ValueError:

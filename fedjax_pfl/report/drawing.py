@@ -26,12 +26,12 @@ class Picture(NamedTuple):
     """A figure with its caption and its alternative text."""
 
     figure: Figure
-    caption: str
-    alt: str
+    caption: str  # plain text below the figure
+    alt: str  # plain text for readers who cannot see the figure
 
 
 def new_axes(title: str, height: float = 4.2) -> tuple[Figure, Axes]:
-    """Returns a figure as wide as a column of the page, and its axes."""
+    """Returns a titled figure, 7.2 inches wide and `height` inches high, and its only axes."""
     figure = new_figure(title, WIDTH, height)
     return figure, style_axes(figure.add_subplot())
 
@@ -45,7 +45,7 @@ def new_figure(title: str, width: float, height: float) -> Figure:
 
 
 def style_axes(axes: Axes) -> Axes:
-    """Applies the common style to axes and returns them."""
+    """Applies the common colours, spines and grid to axes in place, and returns them."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#999999")
     axes.grid(visible=True, axis="y", color="#dddddd", linewidth=0.6)
@@ -57,7 +57,7 @@ def style_axes(axes: Axes) -> Axes:
 
 
 def legend(axes: Axes) -> None:
-    """Adds a legend above the axes, with "before" in the first column, then "after"."""
+    """Adds a legend above the axes of its labelled lines; labels with "before" precede "after"."""
     order = ("before", "after")
     handles, labels = axes.get_legend_handles_labels()
     entries = sorted(
@@ -82,7 +82,7 @@ def legend(axes: Axes) -> None:
 
 
 def round_axis(axes: Axes, rounds: Sequence[int]) -> None:
-    """Formats an x axis of rounds, with space on both sides of a single round."""
+    """Formats an x axis of rounds in place; `rounds` are those drawn, a single one is centred."""
     axes.set_xlabel("round")
     if len(rounds) == 1:
         axes.set_xlim(rounds[0] - 1, rounds[0] + 1)
@@ -93,7 +93,7 @@ PERCENT_FORMATTER = ticker.FuncFormatter(lambda value, _: f"{100 * value:g} %")
 
 
 def score_axis(axes: Axes, metric: Metric) -> None:
-    """Formats a y axis of scores: shares as percentages, over a range of at least 0.1."""
+    """Formats a y axis of scores in place: those in % as percentages, over at least 10 points."""
     axes.set_ylabel(metric_name(metric))
     if metric.unit == "%":
         low, high = axes.get_ylim()
@@ -110,7 +110,7 @@ def bytes_axis(axes: Axes) -> None:
 
 
 def shorten(name: str, longest: int = 28) -> str:
-    """Returns a name of at most `longest` characters, escaped for matplotlib."""
+    """Returns a name of at most `longest` characters, cut in the middle, escaped for matplotlib."""
     half = longest // 2
     short = name if len(name) <= longest else f"{name[: half - 2]}…{name[half + 1 - longest :]}"
     return short.replace("$", r"\$")  # a dollar sign starts a formula

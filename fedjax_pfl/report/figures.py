@@ -32,12 +32,12 @@ MAX_MARKERS = 40  # with more evaluations, markers hide the line
 
 
 class Curve(NamedTuple):
-    """Curve of one row of a comparison: means over seeds at each evaluation."""
+    """Scores before local training at each evaluation, for runs that differ only in the seed."""
 
-    rounds: Sequence[int]
-    bytes_moved: Sequence[float]
-    score: Sequence[float]
-    lowest: Sequence[float]  # lowest score of a seed
+    rounds: Sequence[int]  # of the evaluations
+    bytes_moved: Sequence[float]  # since round 0, down and up, all clients; mean over seeds
+    score: Sequence[float]  # mean over clients and seeds
+    lowest: Sequence[float]  # mean over clients, of the seed where it is lowest
     highest: Sequence[float]
 
 
@@ -47,13 +47,13 @@ def draw(
     traffic: Mapping[str, Any],
     reference_curves: Mapping[str, Curve] = {},
 ) -> dict[str, Picture]:
-    """Returns the figures of a run by file name, in reading order, without empty ones.
+    """Returns the figures of a run by file name without .png, in reading order, without empty ones.
 
     Args:
-      metrics: Lines of metrics.jsonl.
-      clients: Rows of clients.csv.
-      traffic: Bytes by direction and layer.
-      reference_curves: Curves of reference runs by label.
+      metrics: Lines of metrics.jsonl, one per evaluation.
+      clients: Rows of clients.csv, one per client.
+      traffic: Content of traffic.json: bytes by direction ("down", "up"), then layer.
+      reference_curves: Curves of runs to compare with, by label.
     """
     metric = metric_of(metrics)
     pictures = {
@@ -69,7 +69,10 @@ def draw(
 def _over_rounds(
     metrics: Sequence[Record], metric: Metric, reference_curves: Mapping[str, Curve]
 ) -> Picture:
-    """Draws scores over rounds."""
+    """Draws scores over rounds, before and after local training, and those of reference runs.
+
+    Lines are the mean over clients with a band of one standard deviation, and the worst tenth.
+    """
     figure, axes = drawing.new_axes(f"{metric_title(metric)} over rounds")
     rounds = [record["round"] for record in metrics]
     for stage in _stages(metrics):
@@ -113,7 +116,7 @@ def _over_rounds(
 def _over_bytes(
     metrics: Sequence[Record], metric: Metric, reference_curves: Mapping[str, Curve]
 ) -> Picture | None:
-    """Draws scores over bytes, or returns None if no bytes moved."""
+    """Draws mean scores over bytes moved, as `_over_rounds`; returns None if no bytes moved."""
     moved = [number(r.get("bytes_down")) + number(r.get("bytes_up")) for r in metrics]
     if not any(total > 0 for total in moved):
         return None
@@ -144,7 +147,7 @@ def _train_loss(metrics: Sequence[Record]) -> Picture | None:
 
 
 def _traffic(traffic: Mapping[str, Any]) -> Picture | None:
-    """Draws bytes by layer and direction, or returns None if no bytes moved."""
+    """Draws bytes by layer and direction, at most 20 bars; returns None if no bytes moved."""
     down, up = traffic.get("down", {}), traffic.get("up", {})
     names = list(dict.fromkeys([*down, *up]))
     by_layer = {name: (down.get(name, 0), up.get(name, 0)) for name in names}
@@ -193,7 +196,7 @@ def _traffic(traffic: Mapping[str, Any]) -> Picture | None:
 
 
 def _line(axes: Axes, x: Sequence[float], y: Sequence[float], stage: str, label: str) -> None:
-    """Plots a line in the style of a stage."""
+    """Plots a line in the colour and marker of `stage`, "before" or "after" local training."""
     marker = drawing.STAGE_MARKERS[stage] if len(x) <= MAX_MARKERS else ""
     axes.plot(
         x,
@@ -207,7 +210,7 @@ def _line(axes: Axes, x: Sequence[float], y: Sequence[float], stage: str, label:
 
 
 def _references(axes: Axes, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> None:
-    """Plots reference runs as thin gray lines, horizontal ones if x does not change."""
+    """Plots runs, (x, y) by label, as gray lines, horizontal at the last y if x does not change."""
     for (label, (x, y)), dash in zip(lines.items(), itertools.cycle(("--", ":"))):
         style: Any = {"color": "#666666", "linestyle": dash, "linewidth": 1.4, "label": label}
         if len(x) > 1 and max(x) > min(x):
@@ -225,7 +228,7 @@ def _series(metrics: Sequence[Record], stage: str, key: str) -> list[float]:
 
 
 def _ends(metrics: Sequence[Record], metric: Metric) -> str:
-    """Returns the first and last mean of each stage in words."""
+    """Returns sentences with the first and last mean score before and after local training."""
     ends = [
         f"{drawing.STAGES[stage].capitalize()} the mean is {format_score(metric, values[0])} at "
         f"round {metrics[0]['round']} and {format_score(metric, values[-1])} at round "

@@ -49,11 +49,12 @@ def pdf(figure: Figure) -> bytes:
 
 
 def svg_file(figure: Figure, name: str) -> str:
-    """Returns a figure as a reproducible SVG file on white; `name` makes its ids."""
+    """Returns the text of a reproducible SVG file on white; the ids in it are made from `name`."""
     return _svg(figure, name, facecolor="white")
 
 
 def _svg(figure: Figure, name: str, **options: Any) -> str:
+    """Returns the text of an SVG file; `options` are those of `Figure.savefig`."""
     buffer = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", metadata={"Date": None}, **options)
@@ -61,7 +62,10 @@ def _svg(figure: Figure, name: str, **options: Any) -> str:
 
 
 def svg(figure: Figure, name: str) -> str:
-    """Returns a figure as an SVG element in the page's colours; `name` makes its ids unique."""
+    """Returns a figure as an HTML <svg> element; its ids start with `name`, unique on the page.
+
+    Colours are CSS variables of the page, so that they adapt to dark mode.
+    """
     text = _svg(figure, name, transparent=True)
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
@@ -90,25 +94,25 @@ def with_definition(text: str, term: str = "") -> str:
     """Returns a text as HTML that shows the definition of a term on hover, if it has one.
 
     Args:
-      text: The text.
-      term: The term. Default: the text.
+      text: Plain text to show.
+      term: Key of DEFINITIONS. Default: the text.
     """
     definition, text = DEFINITIONS.get(term or text), html.escape(text)
     return f'<abbr title="{html.escape(definition)}">{text}</abbr>' if definition else text
 
 
 def definitions() -> str:
-    """Returns a footnote with all definitions as HTML."""
+    """Returns a footnote with all terms of DEFINITIONS and their meanings as HTML."""
     text = "; ".join(f"<b>{html.escape(t)}</b>: {html.escape(d)}" for t, d in DEFINITIONS.items())
     return f'<p class="footnote">{text}.</p>'
 
 
 def page(title: str, facts: Sequence[str], body: str) -> str:
-    """Returns a page.
+    """Returns a complete HTML document, with style and without links to other files.
 
     Args:
       title: Title, as text.
-      facts: Short texts below the title.
+      facts: Short texts for the line below the title, as text.
       body: Content, as HTML.
     """
     return f"""<!doctype html>
@@ -145,11 +149,12 @@ def table_block(
       caption: Caption, as text.
       heads: Heads of all columns except the first.
       rows: Cells; the first cell of a row is its head, as HTML, the others are text.
-      variants: Rows of variants of this library, below the others.
+      variants: Rows, as `rows`, of this library's variants of methods, below a line.
     """
     columns = "".join(f'<th scope="col">{with_definition(text)}</th>' for text in heads)
 
     def part(rows: Sequence[Sequence[str]]) -> str:
+        """Returns table rows as HTML."""
         return "\n".join(
             f'<tr><th scope="row">{head}</th>'
             + "".join(
@@ -177,7 +182,7 @@ def _long(cell: str) -> str:
 
 
 def settings_list(settings: Iterable[tuple[str, str]]) -> str:
-    """Returns a list of settings and their values as HTML."""
+    """Returns an HTML list of settings, given as pairs of dotted name and value."""
     items = "\n".join(
         f"<div><dt>{html.escape(key)}</dt><dd>{html.escape(value)}</dd></div>"
         for key, value in settings
@@ -186,7 +191,7 @@ def settings_list(settings: Iterable[tuple[str, str]]) -> str:
 
 
 def settings_block(title: str, settings: Iterable[tuple[str, str]]) -> str:
-    """Returns a section with a heading and a list of settings as HTML."""
+    """Returns an HTML section: a title (text), then settings, pairs of dotted name and value."""
     return f"""<section>
 <h2>{html.escape(title)}</h2>
 {settings_list(settings)}
@@ -194,7 +199,7 @@ def settings_block(title: str, settings: Iterable[tuple[str, str]]) -> str:
 
 
 def figure_block(picture: Picture, name: str) -> str:
-    """Returns an embedded picture with its caption as HTML; `name` must be unique on the page."""
+    """Returns a <figure> with SVG and caption; `name`, unique on the page, starts its ids."""
     width, height = picture.figure.get_size_inches()
     # Several panels in a row need the width of the page.
     is_wide = len(picture.figure.axes) > 2 and width > 2 * height
@@ -212,11 +217,11 @@ def figure_block(picture: Picture, name: str) -> str:
 
 
 def section_block(pictures: dict[str, Picture], title: str, text: str, names: Sequence[str]) -> str:
-    """Returns a section of HTML and figures, or "" if it has neither.
+    """Returns a section with a title, HTML and figures, or "" if it has neither HTML nor figures.
 
     Args:
-      pictures: Figures by name. Those of the section are removed.
-      title: Title of the section.
+      pictures: Figures by name; those that the section shows are removed from this dict.
+      title: Title of the section, as HTML.
       text: Content above the figures, as HTML.
       names: Names of the section's figures; missing ones are left out.
     """
@@ -228,7 +233,10 @@ def section_block(pictures: dict[str, Picture], title: str, text: str, names: Se
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yields dotted name and value of settings, sub-configs last, with a prefix."""
+    """Yields (dotted name, value as text) of all settings, sub-configs last.
+
+    A string is its own text, another value is JSON. `prefix` goes before each name.
+    """
     for key, value in sorted(config.items(), key=lambda item: (_is_group(item[1]), item[0])):
         if _is_group(value):
             yield from flatten(value, f"{prefix}{key}.")

@@ -33,9 +33,10 @@ for (const head of document.querySelectorAll("th[scope=col]")) {
 
 
 def read(out: Path) -> dict[str, Any]:
-    """Reads leaderboard.json, or returns an empty leaderboard if there is none.
+    """Reads leaderboard.json in the folder `out`, or returns an empty leaderboard if there is none.
 
-    `columns` has by split its settings, `about`, and the results of `methods` by name.
+    It is {"columns": {SPLIT: {"about": settings, "methods": {METHOD: line of results}}}}, where a
+    split is a dataset and its partition over clients. Raises UsageError if the file is damaged.
     """
     path = out / "leaderboard.json"
     if not path.exists():
@@ -53,7 +54,9 @@ def read(out: Path) -> dict[str, Any]:
 
 
 def column(leaderboard: dict[str, Any], name: str, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the column of a split, `about` and `methods`, emptied if its settings have changed.
+    """Returns the column of a split: {"about": settings, "methods": lines of results by method}.
+
+    It is added to the leaderboard if missing, and emptied if its settings have changed.
 
     Args:
       leaderboard: Content of leaderboard.json; changed in place.
@@ -70,11 +73,11 @@ def column(leaderboard: dict[str, Any], name: str, about: Mapping[str, Any]) -> 
 def with_commit(
     line: Mapping[str, Any], commit: str, old: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Returns a line with its commit: the old line's commit if the results are equal.
+    """Returns the line with key "commit", that of the old line if the results are equal.
 
     Args:
       line: New results of a method.
-      commit: Commit of the new results.
+      commit: Commit of the library that computed the new results.
       old: Earlier results of the method, or None.
     """
     is_equal = old is not None and {**old, "commit": commit} == {**line, "commit": commit}
@@ -82,7 +85,10 @@ def with_commit(
 
 
 def ranked(methods: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Sorts methods by score before local training, best first; methods without a score last."""
+    """Returns (method, line) sorted by mean score before local training, best first.
+
+    `methods` are lines of results by name. Methods without a score come last.
+    """
 
     def score(line: Mapping[str, Any]) -> float:
         mean = line.get("before", {}).get("mean", math.nan)
@@ -92,7 +98,7 @@ def ranked(methods: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Mapping[
 
 
 def table(name: str, column: Mapping[str, Any]) -> Table:
-    """Returns the table of a split, sorted by rank."""
+    """Returns the table of a split, best method first; `column` is as returned by `column`."""
     about = column["about"]
     settings = "".join(f", {key}={value}" for key, value in about.get("settings", {}).items())
     caption = (
@@ -110,7 +116,7 @@ def table(name: str, column: Mapping[str, Any]) -> Table:
 def _papers_and_variants(
     methods: Mapping[str, Mapping[str, Any]],
 ) -> list[list[tuple[str, Mapping[str, Any]]]]:
-    """Returns the ranked lines of the papers' methods and of this library's variants."""
+    """Returns ranked (method, line) of the papers' methods, then of this library's variants."""
     lines = ranked(methods)
     return [
         [x for x in lines if method_labels.is_variant(x[0]) is variant] for variant in (False, True)
@@ -118,6 +124,7 @@ def _papers_and_variants(
 
 
 def _cells(line: Mapping[str, Any]) -> list[str]:
+    """Returns a method's cells, one for each of HEADS; "–" and a reason if it cannot run."""
     if "cannot" in line:
         return ["–"] * (len(HEADS) - 1) + [line["cannot"]]
     spreads = [line[key] for key in ("before", "after", "worst tenth")]
@@ -134,14 +141,19 @@ def text(leaderboard: Mapping[str, Any]) -> str:
 
 
 def commits(leaderboard: Mapping[str, Any]) -> list[str]:
-    """Returns the commits of all lines."""
+    """Returns the different commits of all lines of results, sorted."""
     columns = leaderboard["columns"].values()
     lines = [line for column in columns for line in column["methods"].values()]
     return sorted({line["commit"] for line in lines})
 
 
 def draw(name: str, column: Mapping[str, Any]) -> Picture:
-    """Draws the scores of all methods before and after local training."""
+    """Draws the scores of a split's methods before and after local training, best on top.
+
+    Args:
+      name: Name of the split.
+      column: Its column, as returned by `column`.
+    """
     papers, variants = (
         [entry for entry in reversed(part) if "before" in entry[1]]
         for part in _papers_and_variants(column["methods"])
@@ -171,7 +183,7 @@ def draw(name: str, column: Mapping[str, Any]) -> Picture:
 
 
 def page(leaderboard: Mapping[str, Any]) -> str:
-    """Returns a page with sortable tables and pictures."""
+    """Returns an HTML page with a sortable table and a picture for each split."""
     blocks = []
     for name, column in leaderboard["columns"].items():
         if not column["methods"]:
@@ -189,7 +201,7 @@ def page(leaderboard: Mapping[str, Any]) -> str:
 
 
 def write(leaderboard: Mapping[str, Any], out: Path) -> None:
-    """Writes leaderboard.json, .txt and .html, and a picture of each split as SVG."""
+    """Writes leaderboard.json, .txt, .html, and SPLIT.svg for each split, to the folder `out`."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         content = json.dumps(leaderboard, indent=1, ensure_ascii=False)

@@ -32,7 +32,7 @@ def draw(
 
     Args:
       config: The run's settings as plain data.
-      exposed: Rounds and values of the arrays that the methods exposed, by name.
+      exposed: Arrays that the methods exposed: (rounds, one array per round) by name.
       layers: Names of the network's layers.
       metrics: Lines of metrics.jsonl.
     """
@@ -47,10 +47,12 @@ def draw_arrays(
 ) -> dict[str, Figure]:
     """Draws the last value of each exposed array, and returns the figures by name.
 
+    Arrays that are empty or not finite are left out.
+
     Args:
-      exposed: Rounds and values by name; values have shape [N], [N, M] or [N, layers, N].
+      exposed: (rounds, one array per round) by name; arrays are [N], [N, M] or [N, layers, N].
       layers: Names of the network's layers.
-      pictures: Titles and captions of the run's methods; other arrays keep their names.
+      pictures: Titles and captions by name of the array; another array is titled by its name.
     """
     figures_by_name = {}
     for name, (rounds, history) in exposed.items():
@@ -78,7 +80,12 @@ def draw_arrays(
 def draw_diagnostics(
     diagnostics: Mapping[str, Diagnostic], metrics: Sequence[Record]
 ) -> dict[str, Figure]:
-    """Returns a figure of the diagnostics over rounds, one panel each, or {} if there are none."""
+    """Returns {"diagnostics": figure}, a panel for each diagnostic over rounds, or {} without any.
+
+    Args:
+      diagnostics: Diagnostics of the method by name.
+      metrics: Lines of metrics.jsonl; of values by layer, the first 12 layers are drawn.
+    """
     lines = [line for line in metrics if line.get("diagnostics")]
     names = [name for name in diagnostics if any(name in line["diagnostics"] for line in lines)]
     if not names:
@@ -112,7 +119,7 @@ def draw_diagnostics(
 
 
 def _by_layer(values: np.ndarray, layers: Sequence[str]) -> list[tuple[str, np.ndarray]]:
-    """Returns name and values [N, N] of the first layers of `values` [N, layers, N]."""
+    """Returns (name, values [N, N]) of the first 12 layers of `values` [N, layers, N]."""
     count = values.shape[1]
     names = list(layers) if len(layers) == count else [f"layer {j + 1}" for j in range(count)]
     return [(names[j], values[:, j]) for j in range(min(count, _MAX_LAYERS))]
@@ -124,7 +131,7 @@ def _left_out(values: np.ndarray) -> str:
 
 
 def _maps(title: str, panels: Sequence[tuple[str, np.ndarray]], columns: str) -> Figure:
-    """Draws heat maps with one scale, from the smallest value to the largest.
+    """Draws heat maps of clients (y axis) with one colour scale for all.
 
     Args:
       title: Title of the figure.
@@ -159,6 +166,7 @@ def _maps(title: str, panels: Sequence[tuple[str, np.ndarray]], columns: str) ->
 
 
 def _bars(title: str, values: np.ndarray) -> Figure:
+    """Draws a bar for each client; `values` is [N]."""
     figure, axes = new_axes(title, 3.6)
     axes.bar(range(len(values)), values, color="#2f6690")
     axes.set_xlabel("client")
@@ -169,7 +177,7 @@ def _bars(title: str, values: np.ndarray) -> Figure:
 
 
 def _scatter(title: str, values: np.ndarray) -> Figure:
-    """Draws the first two principal components of the rows of `values` [N, M]."""
+    """Draws the rows of `values` [N, M], one per client, by two principal components."""
     centred = values - values.mean(0)
     _, scale, directions = np.linalg.svd(centred, full_matrices=False)
     points = centred @ directions[:2].T

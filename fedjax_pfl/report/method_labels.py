@@ -31,32 +31,34 @@ def is_variant(name: str) -> bool:
 
 
 def pictures(config: Mapping[str, Any]) -> dict[str, Picture]:
-    """Returns titles and captions of the arrays that the methods of all phases expose."""
+    """Returns titles and captions of the arrays that a run's methods expose, by array name."""
     names = [str(phase.get("algorithm")) for phase in phases(config)]
     tables = [METHODS[name].pictures for name in names if name in METHODS]
     return {name: picture for table in tables for name, picture in table.items()}
 
 
 def diagnostics(config: Mapping[str, Any]) -> Mapping[str, Diagnostic]:
-    """Returns the diagnostics of the run's last method; a user-defined method has none."""
+    """Returns the diagnostics of the method of the run's last phase by name, {} if user-defined."""
     *_, last = phases(config)
     name = str(last.get("algorithm"))
     return METHODS[name].diagnostics if name in METHODS else {}
 
 
 def label(config: Mapping[str, Any]) -> str:
-    """Returns title and origin of a run's method, or of its methods in the order of phases."""
+    """Returns a run's method with its paper as text; those of several phases in order."""
     names = [str(phase.get("algorithm", "?")) for phase in phases(config)]
     labels = [METHODS[n].label if n in METHODS else f"{n}, a method of your own" for n in names]
     return ", then ".join(dict.fromkeys(labels))
 
 
 def changes(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """Returns KEY=VALUE of method and training settings that differ from their defaults.
+    """Returns "KEY=VALUE" for each method and training setting that is not at its default.
+
+    A setting that phases give several values appears once for each.
 
     Args:
       config: A run's settings as plain data.
-      defaults: All settings at their defaults; a method that they lack is left out.
+      defaults: All settings at their defaults; settings of a method not in it are left out.
     """
     changed: dict[str, None] = {}
     for phase in phases(config):
@@ -89,7 +91,7 @@ def first_line(configs: Sequence[Mapping[str, Any]], registry: Registry) -> str:
 
 
 def sentence(changed: Sequence[str]) -> str:
-    """Returns a sentence about changed settings."""
+    """Returns a clause that lists changed settings, "KEY=VALUE" each, or says there are none."""
     if not changed:
         return "all settings of the method and of training at their defaults"
     return f"changed from the defaults: {', '.join(changed)}"
@@ -100,7 +102,10 @@ def _value_text(value: Any) -> str:
 
 
 def phases(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yields the settings of each phase: the run's settings with the phase's changes."""
+    """Yields the full settings of each phase of a run: the run's with the changes of the phase.
+
+    A run without phases has one.
+    """
     single: tuple[Mapping[str, Any], ...] = ({},)
     for phase in config.get("phases") or single:
         yield {

@@ -9,7 +9,7 @@ from fedjax_pfl.report.run_reader import Record
 
 
 def format_bytes(n: float | None) -> str:
-    """Returns a number of bytes with three digits and a decimal unit; 1 kB is 1,000 bytes."""
+    """Returns a number of bytes such as "1.23 MB"; 1 kB is 1,000 bytes, None and NaN are "–"."""
     if n is None or not math.isfinite(n):
         return "–"
     value = float(n)
@@ -27,12 +27,12 @@ def number(value: Any) -> float:
 
 
 def metric_of(metrics: Sequence[Record]) -> Metric:
-    """Returns the first metric of a run, which selects its best round."""
+    """Returns the first metric in a run's lines of metrics.jsonl; it selects the best round."""
     return metrics_of(metrics)[0]
 
 
 def metrics_of(metrics: Sequence[Record]) -> list[Metric]:
-    """Returns all metrics of a run, from the keys that end in `_mean`."""
+    """Returns the metrics NAME with a key NAME_mean in lines of metrics.jsonl, or the accuracy."""
     scores: Record = next(filter(None, (line.get("before") for line in reversed(metrics))), {})
     names = [key.removesuffix("_mean") for key in scores if key.endswith("_mean")]
     custom: Record = next(filter(None, (line.get("custom_metrics") for line in metrics)), {})
@@ -41,7 +41,7 @@ def metrics_of(metrics: Sequence[Record]) -> list[Metric]:
 
 
 def _custom_metric(name: str, properties: Record) -> Metric:
-    """Returns a metric of a user-defined task, as recorded in a run."""
+    """Returns a metric with the recorded `unit` and `higher_is_better`, to format scores only."""
     higher_is_better = bool(properties.get("higher_is_better", True))
     unit = str(properties.get("unit", ""))
     return ACCURACY._replace(name=name, unit=unit, higher_is_better=higher_is_better)
@@ -63,7 +63,7 @@ def unit_suffix(metric: Metric) -> str:
 
 
 def format_score(metric: Metric, value: float) -> str:
-    """Returns a share as a percentage, or another score as a number."""
+    """Returns a score as text: "12.34 %" for 0.1234 if the unit is %, else a number; NaN: "–"."""
     if math.isnan(value):
         return "–"
     return f"{100 * value:.2f} %" if metric.unit == "%" else f"{value:.4g}"
@@ -80,7 +80,10 @@ def format_p(p: float) -> str:
 
 
 def format_mean_std(spread: Mapping[str, Any], metric: Metric) -> str:
-    """Returns "mean ± std", or the mean if there is no std, without percent signs."""
+    """Returns "mean ± std" without percent signs, or the mean alone if std is None.
+
+    `spread` has keys "mean" and "std", as returned by `simulation.metrics.mean_std`.
+    """
     mean, std = spread["mean"], spread["std"]
     text = format_score_without_percent(metric, mean)
     if std is None or math.isnan(mean):

@@ -60,7 +60,7 @@ def write(
       extra_figures: More figures by file name. The caption is the figure's label
         (`figure.set_label`), or else the name.
       reference_runs: Finished runs with the same data, seed and network by label, in addition to
-        those in neighbouring directories.
+        those found in neighbouring directories.
     """
     directory = run.directory
     reference_runs = {**references.find(run), **(reference_runs or {})}
@@ -90,7 +90,7 @@ def write(
 
 
 def table(metrics: Sequence[Record]) -> str:
-    """Returns the results as plain text, at most 100 columns wide."""
+    """Returns scores of the last and best round, bytes, seconds and dropouts as plain text."""
     rows: list[tuple[str, ...]] = []
     for metric in metrics_of(metrics):
         head = metric_name(metric) + (" (%)" if metric.unit == "%" else "")
@@ -122,7 +122,7 @@ def table(metrics: Sequence[Record]) -> str:
 
 
 def _selected_rounds(metrics: Sequence[Record]) -> Iterator[tuple[str, Record]]:
-    """Yields title and record of the last evaluation and, if known, of the best round."""
+    """Yields (title, line of metrics.jsonl) of the last evaluation and the best round if known."""
     last = metrics[-1]
     best = last.get("best_round")
     if best == last["round"]:
@@ -139,7 +139,7 @@ def _stages(record: Record) -> list[str]:
 
 
 def _cells(numbers: Record, metric: Metric, with_loss: bool) -> list[str]:
-    """Returns the cells of a row: statistics of the score and, if requested, the loss."""
+    """Returns statistics over clients of a score in one evaluation, and the loss if requested."""
     scores = [number(numbers.get(f"{metric.name}_{key}")) for key in _COLUMNS]
     cells = [format_score_without_percent(metric, value) for value in scores]
     value = number(numbers.get("loss"))
@@ -152,7 +152,7 @@ def _seconds(value: Any) -> str:
 
 
 def _time_clauses(last: Record, unit: str) -> tuple[str, str]:
-    """Returns clauses about the time of evaluations and of checkpoints, "" if not measured."""
+    """Returns clauses on seconds of evaluations, and of checkpoints; each "" if not measured."""
     seconds = (last.get("evaluate_seconds"), last.get("checkpoint_seconds"))
     purposes = ("of them to evaluate", "for checkpoints")
     clauses = [
@@ -196,7 +196,7 @@ def _page(run: Run, pictures: Mapping[str, Picture], reference_runs: Mapping[str
 
 
 def _settings(config: Mapping[str, Any]) -> str:
-    """Returns a collapsed section of the changed settings, then the unchanged ones."""
+    """Returns a collapsed HTML section: changed settings, then those at their defaults."""
     defaults = dict(html_page.flatten(default_settings()))
     settings = list(html_page.flatten(config))
     changed = [(key, value) for key, value in settings if defaults.get(key) != value]
@@ -240,7 +240,10 @@ def _warnings(run: Run) -> str:
 
 
 def _headline(metrics: Sequence[Record], deviation: float | None) -> str:
-    """Returns the cards at the top of the page; `deviation` is the targets' standard deviation."""
+    """Returns the main results at the top of the page as HTML: scores, bytes, times, dropouts.
+
+    `deviation` is the standard deviation of a regression's targets, None if unknown.
+    """
     metric = metric_of(metrics)
     last = metrics[-1]
     best = dict(_selected_rounds(metrics)).get(f"best, round {last.get('best_round')}")
@@ -287,7 +290,7 @@ def _clients_in(numbers: Record) -> str:
 
 
 def _results(metrics: Sequence[Record]) -> str:
-    """Returns a table per metric."""
+    """Returns a table of scores per metric as HTML: last and best round, before and after."""
     blocks: list[str] = []
     for metric in metrics_of(metrics):
         with_loss = not blocks
@@ -312,7 +315,7 @@ def _results(metrics: Sequence[Record]) -> str:
 
 
 def _clients(run: Run) -> str:
-    """Returns a collapsed table of the clients, worst first, or of quantiles for many clients."""
+    """Returns a collapsed HTML table: the 50 worst clients, or quantiles for over 1,000 clients."""
     metric = metric_of(run.metrics)
     tested = [row for row in run.clients if row.get("test_examples")]
     if not tested:
@@ -346,7 +349,7 @@ def _clients(run: Run) -> str:
 
 
 def _quantiles(tested: Sequence[Mapping[str, Any]], metric: Metric, stages: Sequence[str]) -> str:
-    """Returns a collapsed table of quantiles of the clients' scores."""
+    """Returns a collapsed HTML table of quantiles of scores over `tested`, rows of clients.csv."""
     columns = [
         client_figures.quantiles(
             [number(row.get(f"{stage}_{metric.name}")) for row in tested], metric
@@ -365,6 +368,7 @@ def _quantiles(tested: Sequence[Mapping[str, Any]], metric: Metric, stages: Sequ
 
 
 def _collapsed(summary: str, table: str) -> str:
+    """Returns a <details> element, closed at first; both arguments are HTML."""
     return f"""<details class="clients">
 <summary>Clients: {summary}</summary>
 {table}
@@ -372,7 +376,7 @@ def _collapsed(summary: str, table: str) -> str:
 
 
 def _explanations(config: Mapping[str, Any], metrics: Sequence[Record]) -> str:
-    """Returns a paragraph that explains the method's last diagnostics, or ""."""
+    """Returns an HTML paragraph that explains the method's last diagnostics, or "" without any."""
     known_diagnostics = method_labels.diagnostics(config)
     sentences = diagnostics.explanations(known_diagnostics, metrics[-1].get("diagnostics", {}))
     if not sentences:

@@ -24,10 +24,10 @@ _COLOUR_MAP = ListedColormap(colormaps["Blues"](np.linspace(0.2, 1, 256)))  # wh
 def draw_partition(data: FederatedData, federation: Federation) -> Figure:
     """Draws training examples by client and class, and the size of each client's splits.
 
-    Few clients are drawn as bubbles whose area is the number of examples, many as a heat map, and
-    more than a thousand as histograms over clients. Classes are the stored ones, before a client's
-    label map. The names of held-out clients are red. For a regression, ranges of the target replace
-    the classes.
+    Up to 30 clients and classes are bubbles whose area is the number of examples, more are a heat
+    map, and over 1,000 clients histograms. Classes are those of the dataset, before a client
+    renumbers them. Held-out clients' names are red. For a regression, ranges of the target replace
+    the classes. The figure's label (`get_label`) is its caption.
     """
     y = np.asarray(data.y)
     stored = 1 if federation.class_counts is None else federation.class_counts.shape[1]
@@ -102,8 +102,8 @@ def _histograms(by_split: Portions, counts: np.ndarray, column: str) -> Figure:
     """Draws the distribution over clients of their numbers of examples and of classes.
 
     Args:
-      by_split: Examples of each client by class and split.
-      counts: int [N, classes or ranges of a target]: training examples.
+      by_split: Numbers of examples by split, int [N, C] each.
+      counts: Numbers of training examples, int [N, classes or ranges of a target].
       column: Name of the columns: "class" or the target.
     """
     figure = Figure(figsize=(9.0, 3.6))
@@ -143,9 +143,9 @@ def _unit(column: str) -> str:
 
 
 def _histogram(data: FederatedData, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Counts each client's training examples by the value of a target.
+    """Counts each client's training examples by the value of `target`, [examples of `data`].
 
-    Returns int [N, ranges] and the edges of the ranges.
+    Returns int [N, 20] for 20 equal ranges, and the edges of the ranges [21].
     """
     rows, sizes = np.asarray(data.train.rows), np.asarray(data.train.size)
     edges = np.histogram_bin_edges(target, _RANGES)
@@ -156,7 +156,7 @@ def _histogram(data: FederatedData, target: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def _bubbles(axes: Axes, counts: np.ndarray, column: str) -> None:
-    """Draws a bubble per client and class."""
+    """Draws a bubble per client and class; `counts` [N, C] are numbers of training examples."""
     clients, classes = np.nonzero(counts)
     number = counts[clients, classes]
     axes.grid(color="0.92", linewidth=0.6)
@@ -167,7 +167,7 @@ def _bubbles(axes: Axes, counts: np.ndarray, column: str) -> None:
 
 
 def _heat(figure: Figure, axes: Axes, counts: np.ndarray, column: str) -> None:
-    """Draws a heat map of clients and classes; the square root keeps small numbers visible."""
+    """Draws a heat map of the square root of `counts` [N, C], so that small numbers are visible."""
     image = axes.imshow(
         np.ma.masked_equal(counts, 0),
         aspect="auto",
@@ -182,7 +182,7 @@ def _heat(figure: Figure, axes: Axes, counts: np.ndarray, column: str) -> None:
 
 
 def _mark_held_out(grid: Axes, side: Axes, federation: Federation) -> None:
-    """Marks held-out clients by lines around them and, if each client has a name, by red names."""
+    """Marks held-out clients by lines on both axes and, for up to 30 clients, by red names."""
     active = np.asarray(federation.active)
     if active.all():
         return

@@ -29,18 +29,18 @@ STAGES = {"before": "As served", "after": "After one more local training"}
 
 
 def as_row(run: Run) -> Row:
-    """Returns a run as a row of a comparison."""
+    """Returns a run as a row of a comparison, labelled by its method."""
     return Row(str(run.config.get("algorithm")), run.config, [run])
 
 
 def work(config: Mapping[str, Any]) -> list[Any]:
-    """Returns the settings that comparable runs share: data, seed and network."""
+    """Returns the values of the settings for data, seed and network, equal for comparable runs."""
     network = [config.get("model"), config.get(str(config.get("model"))), config.get("groups")]
     return [*comparison.data_settings(config), config.get("seed"), network]
 
 
 def read_finished(directories: str) -> list[Run]:
-    """Reads finished runs from directories separated by commas; raises UsageError otherwise."""
+    """Reads runs from directories separated by commas; raises UsageError if one is unfinished."""
     runs = []
     for directory in filter(None, map(str.strip, directories.split(","))):
         run = comparison.read(Path(directory))
@@ -51,7 +51,7 @@ def read_finished(directories: str) -> list[Run]:
 
 
 def check_same_work(configs: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -> None:
-    """Raises UsageError for a run whose data, seed or network no configuration has."""
+    """Raises UsageError for a run whose data, seed and network match no configuration."""
     defaults = run_reader.default_settings()
 
     def settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def check_same_work(configs: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -
 
 
 def same_work(run: Run, candidates: Sequence[Run]) -> dict[str, Run]:
-    """Returns the runs with the same data, seed and network, by the labels of their methods."""
+    """Returns the candidates with the data, seed and network of `run`, by label of the method."""
     return {
         method_labels.table_label(str(reference.config.get("algorithm"))): reference
         for reference in candidates
@@ -85,9 +85,10 @@ def same_work(run: Run, candidates: Sequence[Run]) -> dict[str, Run]:
 
 
 def find(run: Run) -> dict[str, Run]:
-    """Finds finished reference runs of FedAvg and Local, and returns them by their labels.
+    """Finds finished runs of FedAvg and Local with the data, seed and network of `run`, by label.
 
-    Of several runs it takes the one with the most settings in common, then the first by name.
+    It looks in the folder of `run` and in those beside it. Of several runs it takes the one with
+    the most settings in common, then the first by name.
     """
     defaults = run_reader.default_settings()
     settings = comparison.result_settings(run.config, defaults)
@@ -114,7 +115,10 @@ def find(run: Run) -> dict[str, Run]:
 
 
 def _candidates(directory: Path) -> Iterator[Path]:
-    """Yields run directories in the folder `reference`, next to this one, and in their folders."""
+    """Yields run directories that may be reference runs of the one in `directory`, at most 2,000.
+
+    First those in its folder `reference`, then those next to it, then in their own `reference`.
+    """
     count = 0
     for pattern, folder in (
         (f"{FOLDER}/*/config.json", directory),
@@ -130,7 +134,7 @@ def _candidates(directory: Path) -> Iterator[Path]:
 
 
 def different_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
-    """Returns the settings that both have with different values, except the method and phases."""
+    """Returns dotted names of settings that both have with different values, except the method."""
     other = dict(flatten(second))
     return [
         key
@@ -140,7 +144,9 @@ def different_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> l
 
 
 def sentence(run: Run, name: str, reference: Run) -> str:
-    """Returns how a run compares with a reference run, before and after local training.
+    """Returns sentences that compare a run with a reference run, before and after local training.
+
+    They end with the other settings in which the two differ.
 
     Args:
       run: The run.
@@ -152,7 +158,7 @@ def sentence(run: Run, name: str, reference: Run) -> str:
 
 
 def comparable(run: Run, reference_runs: Mapping[str, Run]) -> dict[str, Run]:
-    """Returns the reference runs that differ from a run in its method only, by label."""
+    """Returns those of `reference_runs`, by label, that differ from a run only in the method."""
     return {
         name: other
         for name, other in reference_runs.items()
@@ -161,13 +167,13 @@ def comparable(run: Run, reference_runs: Mapping[str, Run]) -> dict[str, Run]:
 
 
 def settings_note(run: Run, reference: Run) -> str:
-    """Returns a sentence about the other settings in which two runs differ, or ""."""
+    """Returns a sentence on settings beside the method in which two runs differ, or "" if none."""
     differing = training_differences(run, reference)
     return f" The two runs also differ in {_listed(differing)}." if differing else ""
 
 
 def no_verdict_note(run: Run, reference_runs: Mapping[str, Run]) -> str:
-    """Returns why reference runs with other settings give no verdict, and what to do."""
+    """Returns text on the settings in which the reference runs differ, and what to do."""
     differences = "; ".join(
         f"that of {name} ({reference.directory.name}) differs in "
         f"{_listed(training_differences(run, reference))}"
@@ -180,10 +186,10 @@ def no_verdict_note(run: Run, reference_runs: Mapping[str, Run]) -> str:
 
 
 def training_differences(run: Run, reference: Run) -> list[str]:
-    """Returns the settings in which two runs differ, except those of the method.
+    """Returns the dotted names of settings in which two runs differ, except those of the method.
 
-    A run of several phases counts as one of the last phase's settings with the rounds of all, as
-    the setting `reference` trains it.
+    Those of transforms and evaluation do not count. A run of several phases counts as one phase,
+    with the settings of the last and the rounds of all, as the setting `reference` trains it.
     """
     defaults, settings = run_reader.default_settings(), []
     for config in (run.config, reference.config):
@@ -195,14 +201,16 @@ def training_differences(run: Run, reference: Run) -> list[str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Returns the first names, and the number of the others."""
+    """Returns up to four names as text, and the number of the others."""
     count = len(names) - _MAX_LISTED
     suffix = f" and {count} more" if count > 0 else ""
     return f"{', '.join(names[:_MAX_LISTED])}{suffix}"
 
 
 def stage_sentence(run: Run, name: str, reference: Run, stage: str, intro: str) -> str:
-    """Returns the sentence about scores before or after local training, "" if not evaluated.
+    """Returns a sentence on how a run's last score compares with a reference run's.
+
+    It has both scores and, if clients can be paired, p; "" if one run has no such score.
 
     Args:
       run: The run.

@@ -13,7 +13,10 @@ from fedjax_pfl.settings import configuration
 
 
 class RunIndex:
-    """Run directories in a folder, by settings and seed."""
+    """Index of the run directories below a folder, by settings and seed.
+
+    Of equal runs it has one, a finished run if there is one. Damaged runs are left out.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._defaults = run_reader.default_settings()
@@ -28,13 +31,16 @@ class RunIndex:
                 self.runs[key] = path.parent
 
     def key(self, config: Mapping[str, Any]) -> str:
-        """Returns a key that is equal for configurations with equal results."""
+        """Returns a text, equal for configurations (complete, plain data) with equal results."""
         settings = comparison.result_settings(config, self._defaults)
         return json.dumps([settings, config.get("seed", 0)], sort_keys=True)
 
     def find(
         self, config: ConfigDict, registry: configuration.Registry = configuration.BUILTINS
     ) -> tuple[str, Path | None]:
-        """Returns the key of a configuration, and the directory of a run of it or None."""
+        """Returns the key of a configuration, and the directory of a run of it or None.
+
+        The run may be unfinished. `registry` has components by name, user-defined ones included.
+        """
         resolved = json.loads(json.dumps(configuration.resolve(config, registry)))
         return (key := self.key(resolved)), self.runs.get(key)

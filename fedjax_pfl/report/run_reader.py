@@ -26,13 +26,13 @@ _TEXT_COLUMNS = {"owner"}  # of clients.csv
 
 
 class Run(NamedTuple):
-    """Results of a run, finished or not."""
+    """Results of a run, finished or not, as its directory holds them."""
 
     directory: Path
-    config: Mapping[str, Any]
-    metrics: Sequence[Record]  # one per evaluation
-    clients: Sequence[Mapping[str, Any]] = ()  # a row per client; empty before the end
-    traffic: Mapping[str, Any] = {}  # bytes by layer and direction; empty before the end
+    config: Mapping[str, Any]  # all settings, as plain data
+    metrics: Sequence[Record]  # lines of metrics.jsonl, one per evaluation
+    clients: Sequence[Mapping[str, Any]] = ()  # rows of clients.csv; empty before the end
+    traffic: Mapping[str, Any] = {}  # bytes by direction and layer; empty before the end
     provenance: Mapping[str, Any] = {}  # command, versions and date
     finished: bool = True
     # Digest of the examples if they come from files; "" if the configuration determines them;
@@ -47,7 +47,7 @@ class Run(NamedTuple):
 
 
 class _InvalidFile(ValueError):
-    """Content of a file that no run writes; the message names it."""
+    """A file of a run directory has content that no run writes; the message says what is wrong."""
 
 
 def read(directory: Path) -> Run:
@@ -63,7 +63,7 @@ def read(directory: Path) -> Run:
         raise UsageError(f"{directory} has nothing to show yet: {METRICS} holds no evaluation")
 
     def read_at_end(name: str, read_content: Callable[[Path], Any], default: Any) -> Any:
-        """Reads a file that a run writes at its end."""
+        """Reads a file that a run writes at its end; returns `default` if it is not there."""
         path = directory / name
         return _read_file(path, hint, read_content) if finished and path.is_file() else default
 
@@ -108,7 +108,7 @@ def read_examples(directory: Path) -> str | None:
 
 
 def read_deviation(directory: Path) -> float | None:
-    """Returns the standard deviation of a regression's targets, or None if it is unknown."""
+    """Returns the standard deviation of a regression's targets, from data.json; None: unknown."""
     try:
         deviation = float(_json(directory / EXAMPLES)["score_deviation"])
         return deviation if 0 < deviation < _MAX_NUMBER else None
@@ -125,12 +125,12 @@ def read_class_names(directory: Path) -> list[str]:
 
 
 def _read_file(path: Path, hint: str, read_content: Callable[[Path], Any]) -> Any:
-    """Returns the content of a file; raises UsageError if it is damaged.
+    """Returns the result of `read_content`; raises UsageError if the file is damaged or unreadable.
 
     Args:
       path: The file.
-      hint: What the user can do about a damaged file.
-      read_content: Reads and checks the file; raises ValueError if it is damaged.
+      hint: What the user can do about a damaged file, for the message.
+      read_content: Gets the path, returns the checked content; raises ValueError if damaged.
     """
     try:
         return read_content(path)
@@ -142,7 +142,7 @@ def _read_file(path: Path, hint: str, read_content: Callable[[Path], Any]) -> An
 
 
 def _parse_json(text: str) -> Any:
-    """Returns the value of a JSON text."""
+    """Returns the value of a JSON text; raises _InvalidFile if it is not JSON."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -152,7 +152,7 @@ def _parse_json(text: str) -> Any:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file."""
+    """Returns the JSON object in a file; raises _InvalidFile for other JSON or too deep nesting."""
     content = _parse_json(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
         raise _InvalidFile("it is no JSON object")
@@ -179,7 +179,7 @@ def default_settings() -> Mapping[str, Any]:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """Reads config.json and checks the types of known settings."""
+    """Reads config.json at `path` and checks the types of known settings; raises _InvalidFile."""
     config = _json(path)
     if "rounds" not in config:
         raise _InvalidFile("it has no rounds")
@@ -196,7 +196,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _lines(path: Path, finished: bool) -> Iterator[dict[str, Any]]:
-    """Yields the lines of metrics.jsonl; the last one of an unfinished run may be incomplete."""
+    """Yields the checked lines of metrics.jsonl, up to a broken last one if not `finished`."""
     lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     for number, text in enumerate(lines, 1):
         try:
@@ -211,7 +211,7 @@ def _lines(path: Path, finished: bool) -> Iterator[dict[str, Any]]:
 
 
 def _problem(line: Any) -> str:
-    """Returns the first error in a line of metrics.jsonl, or ""."""
+    """Returns the first error in a parsed line of metrics.jsonl as text, or "" if it has none."""
     if not isinstance(line, dict):
         return "it is no JSON object"
     if not isinstance(line.get("round"), int) or not _is_number(line["round"]):
@@ -240,7 +240,7 @@ def _are_numbers(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Returns True for None and for a number in the range of floats."""
+    """Returns True for None, which stands for no value, and for a number in the range of floats."""
     if value is None:
         return True
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -249,7 +249,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _clients(path: Path) -> list[dict[str, Any]]:
-    """Reads the file clients.csv. Returns the values of each client's row by column."""
+    """Returns the rows of clients.csv, for each client a dict of values by column."""
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         rows = list(reader)
@@ -284,7 +284,11 @@ def _cell(column: str, text: str, row: int) -> Any:
 
 
 def _confusion(path: Path) -> dict[str, Any]:
-    """Reads confusion.json: the number `classes`, and matrices `before` and `after` training."""
+    """Returns the content of confusion.json; raises _InvalidFile.
+
+    It has the number of classes C, `classes`, and counts [C, C] of test examples, `before` and
+    `after` local training, [] if not counted.
+    """
     content = _json(path)
     classes = content.get("classes")
     if type(classes) is not int:
@@ -303,7 +307,7 @@ def _confusion(path: Path) -> dict[str, Any]:
 
 
 def _traffic(path: Path) -> dict[str, Any]:
-    """Reads traffic.json: bytes by layer, `down` and `up`, and `total_down` and `total_up`."""
+    """Returns traffic.json: bytes by layer, `down` and `up`, and sums, `total_down`, `total_up`."""
     traffic = _json(path)
     for direction in ("down", "up"):
         by_layer = traffic.get(direction, {})

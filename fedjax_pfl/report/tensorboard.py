@@ -29,7 +29,7 @@ def check() -> None:
 
 
 def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yields name and value of the recorded scores and counts of a line of metrics.jsonl."""
+    """Yields (name, value), such as before/accuracy_mean, of numbers in a line of metrics.jsonl."""
     for key, value in line.items():
         if key in _STAGES:
             yield from ((f"{key}/{name}", v) for name, v in (value or {}).items() if v is not None)
@@ -38,7 +38,7 @@ def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def write(directory: Path, metrics: Sequence[Mapping[str, Any]]) -> None:
-    """Writes the file with the given evaluations."""
+    """Writes the event file of a run directory anew, with the given lines of metrics.jsonl."""
     path = directory / FILE
     path.parent.mkdir(exist_ok=True)
     part = path.with_name("new.part")  # a name that TensorBoard ignores
@@ -49,7 +49,7 @@ def write(directory: Path, metrics: Sequence[Mapping[str, Any]]) -> None:
 
 
 def append(directory: Path, line: Mapping[str, Any]) -> None:
-    """Appends an evaluation to the file."""
+    """Appends a line of metrics.jsonl to the event file of a run directory."""
     with open(directory / FILE, "ab") as file:
         file.write(_evaluation(_start_time(directory), line))
 
@@ -59,7 +59,10 @@ def _start_time(directory: Path) -> float:
 
 
 def _evaluation(start: float, line: Mapping[str, Any]) -> bytes:
-    """Returns the record of an evaluation, with the time of a run without interruptions."""
+    """Returns a line of metrics.jsonl as an encoded event.
+
+    Its time is `start` (seconds since 1970) plus the recorded seconds, without interruptions.
+    """
     from tensorboardX.proto.summary_pb2 import Summary
 
     values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(line)]
@@ -70,7 +73,7 @@ def _evaluation(start: float, line: Mapping[str, Any]) -> bytes:
 
 
 def _record(**fields: Any) -> bytes:
-    """Returns an event as a TFRecord: length, its checksum, event, its checksum."""
+    """Returns an Event of the given fields as a TFRecord: length, checksum, event, checksum."""
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c
 

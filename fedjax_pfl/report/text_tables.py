@@ -37,14 +37,14 @@ class Table(NamedTuple):
 
     caption: str
     heads: list[str]  # column heads, without that of the labels
-    rows: list[list[str]]
-    variants: Sequence[list[str]] = ()  # variants of this library, below a line
+    rows: list[list[str]]  # [label, cell for each head]
+    variants: Sequence[list[str]] = ()  # rows of this library's variants of methods
     title: str = ""  # heading on a page
     best: Sequence[int] = ()  # per head: 1 if higher is better, -1 if lower is better, 0 if neither
 
     @property
     def all_rows(self) -> list[list[str]]:
-        """Returns the rows above and below the line."""
+        """Returns `rows`, then `variants`."""
         return [*self.rows, *self.variants]
 
 
@@ -71,7 +71,7 @@ def text(tables: Sequence[Table]) -> str:
 
 
 def fill_paragraph(text: str) -> str:
-    """Wraps a paragraph to the width of the tables."""
+    """Returns a paragraph wrapped to the width of the tables, 100 columns."""
     return textwrap.fill(text, WIDTH, break_on_hyphens=False)
 
 
@@ -106,6 +106,7 @@ def latex(tables: Sequence[Table]) -> str:
 
 
 def _latex_table(table: Table) -> str:
+    """Returns one table as a LaTeX table environment, as `latex`."""
     best = best_values(table)
 
     def cell(text: str, column: int) -> str:
@@ -134,9 +135,9 @@ def _latex_table(table: Table) -> str:
 
 
 def best_values(table: Table) -> list[float | None]:
-    """Returns the best value of each column as printed, without deviations.
+    """Returns the best value of each column as printed, without deviations, one for each head.
 
-    A column has no best value if it has no direction or if all its values are equal.
+    It is None if `Table.best` is 0 for the column, or if all its values are equal.
     """
     best: list[float | None] = []
     for column, sign in enumerate(table.best or [0] * len(table.heads), 1):
@@ -147,7 +148,7 @@ def best_values(table: Table) -> list[float | None]:
 
 
 def _value(cell: str) -> float | None:
-    """Returns the number at the start of a cell, or None."""
+    """Returns the number at the start of a cell, such as 12.3 of "12.3 ± 0.4", or None if none."""
     try:
         return float(cell.split(" ")[0].replace(",", ""))
     except ValueError:
@@ -155,7 +156,7 @@ def _value(cell: str) -> float | None:
 
 
 def as_csv(table: Table) -> str:
-    """Returns the cells of a table as CSV; rows of this library's variants come last."""
+    """Returns heads and cells of a table as CSV, without its caption; `variants` come last."""
     buffer = io.StringIO()
     csv.writer(buffer, lineterminator="\n").writerows(
         map(csv_tables.escaped, row) for row in [["", *table.heads], *table.all_rows]
