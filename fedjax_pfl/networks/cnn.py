@@ -55,6 +55,7 @@ class DropoutCNN(nn.Module):
         rate1, rate2 = self.dropout
 
         def conv(x: jax.Array, outputs: int, name: str) -> jax.Array:
+            """Applies a 3x3 convolution with `outputs` kernels to x [B, H, W, C]."""
             bias_init = init.uniform(9 * x.shape[-1])
             layer = nn.Conv(
                 outputs,

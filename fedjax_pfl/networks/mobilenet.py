@@ -92,6 +92,7 @@ class MobileNet(nn.Module):
         def conv(
             x: jax.Array, outputs: int, name: str, size: int = 1, stride: int = 1, groups: int = 1
         ) -> jax.Array:
+            """Applies a convolution with kernels of `size` x `size`, without bias, to x."""
             layer = nn.Conv(
                 outputs,
                 (size, size),

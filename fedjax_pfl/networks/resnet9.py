@@ -45,6 +45,7 @@ class ResNet9(nn.Module):
             stride: int = 1,
             padding: str = "SAME",
         ) -> jax.Array:
+            """Applies convolution i, BatchNorm and ReLU to x [B, H, W, C]."""
             # SAME would pad a convolution with stride 2 on one side only.
             pads = (((size // 2,) * 2,) * 2) if padding == "SAME" else padding
             layer = init.conv(

@@ -121,6 +121,7 @@ def build_algorithm(
         return {part: state.inner_states[part] for part in persistent}
 
     def new_state(key: jax.Array) -> State:
+        """Initialises φ, the embeddings and the client-side state, all with fresh momentum."""
         phi_key, v_key, model_key = jax.random.split(key, 3)
         v = jax.random.normal(v_key, (n, embedding_length(settings, n)))
         v = v if fixed is None else fixed
@@ -191,6 +192,7 @@ def build_algorithm(
         before = learned(server.phi, rows.v)
 
         def payloads(parts: dict[str, PyTree]) -> list[PyTree]:
+            """Generates each cohort's models from `phi` and `v`, as `learned` returns them."""
             phi, v = parts.get("phi", server.phi), parts.get("v", rows.v)
             h = jax.vmap(generate, (None, None, 0))
             sampled = [v.at[c.ids].get(mode="fill", fill_value=0.0) for c in cohorts]

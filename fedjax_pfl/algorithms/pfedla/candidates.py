@@ -110,6 +110,7 @@ def updated_rows(
     eligible = cohort.arrived & active.at[cohort.ids].get(mode="fill", fill_value=False)
 
     def updated_row(i: jax.Array, cosine: jax.Array) -> CandidateTable:
+        """Returns the row of client i, from its cosines [K] with the cohort."""
         ids, similarity = trees.row(table, i)
         is_sampled = (ids[:, None] == cohort.ids[None]) & cohort.arrived[None]
         compared = jnp.max(jnp.where(is_sampled, cosine, -jnp.inf), 1)

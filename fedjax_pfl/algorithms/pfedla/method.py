@@ -155,6 +155,7 @@ def pfedla(
         rows = state.rows
 
         def updated_psi(i: jax.Array, payload: PyTree, upload: PyTree) -> PyTree:
+            """Returns psi of client i after a step along the change of its model."""
             psi, stored = trees.row(rows.psi, i), inputs(rows, i)
             delta = jax.tree.map(jnp.subtract, upload["params"], payload["params"])
             _, pull_back = jax.vjp(lambda psi: mix(stored.models, alpha(psi, stored), layers), psi)

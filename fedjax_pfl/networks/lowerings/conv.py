@@ -153,7 +153,7 @@ def _pad(x: jax.Array, height: tuple[int, int, int], width: tuple[int, int, int]
 
 
 def _outputs(x: jax.Array, k: jax.Array, strides: tuple[int, int]) -> tuple[int, int]:
-    """Returns the height and width of the output."""
+    """Returns (H', W') for x [B, H, W, ...] and k [h, w, ...], without padding."""
     return tuple((x.shape[1 + a] - k.shape[a]) // strides[a] + 1 for a in (0, 1))  # type: ignore[return-value]
 
 
@@ -194,6 +194,7 @@ def _windows(x: jax.Array, k: jax.Array, strides: tuple[int, int]) -> jax.Array:
 
 
 def _patches_backward(spec: _Spec, residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of (x, k) = `residuals`, given g, the gradient of the output."""
     x, k = residuals
     (h, w, c, o), (sh, sw) = k.shape, spec.strides
     flat = g.reshape(-1, o)
@@ -230,6 +231,7 @@ def _row_windows(x: jax.Array, k: jax.Array, strides: tuple[int, int]) -> list[j
 
 
 def _rows_backward(spec: _Spec, residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of (x, k) = `residuals`, given g, the gradient of the output."""
     x, k = residuals
     (h, w, c, o), (sh, sw) = k.shape, spec.strides
     flat = g.reshape(-1, o)
@@ -275,7 +277,7 @@ def _block(size: int, stride: int) -> tuple[int, int]:
 
 
 def _spread_kernel(k: jax.Array, strides: tuple[int, int]) -> jax.Array:
-    """Returns the kernel at every position of a tile, [n, n, block·block·C, tile·tile·O]."""
+    """Returns k shifted to every output of a tile, [n, n, block·block·C, tile·tile·O]."""
     h, w, c, o = k.shape
     (nh, bh), (nw, bw) = (_block(k.shape[a], strides[a]) for a in (0, 1))
 
@@ -307,6 +309,7 @@ def _views(
 
 
 def _depthwise_backward(strides: tuple[int, int], residuals: Any, g: jax.Array) -> Any:
+    """Returns the gradients of (x, k) = `residuals`, given g, the gradient of the output."""
     # Reading shifted views of g is several times faster than adding to slices of dx.
     x, k = residuals
     dk = jnp.stack([jnp.sum(view * g, (0, 1, 2)) for _, _, view in _views(x, k, strides)])
@@ -323,7 +326,7 @@ _depthwise = _with_gradient(_depthwise_forward, _depthwise_backward)
 
 
 def _winograd(x: jax.Array, k: jax.Array, spec: _Spec) -> jax.Array:
-    """Convolves by Winograd's method, or by `_patches` if there is no fast form."""
+    """Convolves like `_patches`, by Winograd's method if it suits the kernel and strides."""
     if not winograd.suits(k.shape[:2], spec.strides):
         return _patches(x, k, spec)
     return winograd.strided(x, k, spec.strides, spec.precision)

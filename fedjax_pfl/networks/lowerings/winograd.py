@@ -28,7 +28,10 @@ _POINTS = {3: (0, 1, -1), 5: (0, 1, -1, 0.5, -2)}  # by kernel side; infinity is
 
 
 def suits(kernel: Sequence[int], strides: Sequence[int]) -> bool:
-    """Returns True if there is a fast form. 5x5 with stride 2 is 3x3 on 4x the channels."""
+    """Returns True if Winograd's method has a form for this (height, width) and strides.
+
+    These are 3x3 and 5x5 with stride 1, and 5x5 with stride 2 as 3x3 on 4x the channels.
+    """
     return (*kernel, *strides) in ((3, 3, 1, 1), (5, 5, 1, 1), (5, 5, 2, 2))
 
 
@@ -76,7 +79,7 @@ def _times(weight: float, part: jax.Array) -> jax.Array:
 
 
 def _combine(matrix: np.ndarray, parts: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the weighted sum of the parts for every row of the matrix."""
+    """Returns, for every row of `matrix` [m, n], the sum of n parts weighted by it."""
     sums = []
     for row in matrix:
         first, *terms = (_times(w, p) for w, p in zip(row, parts, strict=True) if w)
@@ -107,12 +110,13 @@ def _kernels(k: jax.Array) -> list[jax.Array]:
 
 
 def _product(a: jax.Array, b: jax.Array, axes: tuple[int, int], precision: Any) -> jax.Array:
-    """Multiplies matrices for every position along the height (axis 0)."""
+    """Contracts `axes` of a and b, for every index of axis 0, which both share."""
     dimensions = (((axes[0],), (axes[1],)), ((0,), (0,)))
     return lax.dot_general(a, b, dimensions, precision=precision)
 
 
 def _tiled(x: jax.Array, k: jax.Array, precision: Any) -> jax.Array:
+    """Convolves like `convolution`, without a gradient of its own."""
     (b, h, w, _), side, o = x.shape, k.shape[0], k.shape[3]
     a_t, (th, tw) = _transforms(side)[0], _grid(x, side)
     m = [
@@ -151,7 +155,7 @@ def _transposed(
 
 
 def _overlap(parts: Sequence[jax.Array], axis: int) -> jax.Array:
-    """Adds position i of all tiles to where it came from; the transpose of `shifts`."""
+    """Adds overlapping tiles to one array; the transpose of `shifts` with stride 2 along `axis`."""
     half = len(parts) // 2
 
     def shift(part: jax.Array, by: int) -> jax.Array:
