@@ -89,7 +89,7 @@ def _run(
 
 
 def _flag_list(options: flags.FlagValues) -> str:
-    """Returns the flags with their meanings and defaults, at most 100 columns wide."""
+    """Returns text for --help: flags, meanings and defaults, at most 100 columns wide."""
     lines = ["Flags:"]
     for flag in own_flags(options):
         text = flag.help or ""

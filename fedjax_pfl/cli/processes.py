@@ -313,7 +313,7 @@ _UNHEALTHY = re.compile(r"stopped sending heartbeats\):\s*((?:\d+\s+)+)")
 
 
 def _as_stopped(end: End) -> End:
-    """Returns the end with exit status 128 + signal if SIGINT or SIGTERM killed the worker."""
+    """Returns the end of a worker, with status 128 + signal if SIGINT or SIGTERM killed it."""
     if -end.code not in interrupt.SIGNALS:
         return end
     return end._replace(code=128 - end.code, last_line="stopped before the first round")

@@ -192,7 +192,7 @@ def diagnostic_values(row: Row) -> dict[str, float]:
 
 
 def curve(row: Row) -> Curve:
-    """Returns scores before local training and bytes, at the rounds that all seeds evaluated."""
+    """Returns scores before local training and bytes at the rounds evaluated under all seeds."""
     by_round = [{line["round"]: line for line in run.metrics} for run in row.runs]
     rounds = sorted(set.intersection(*(set(lines) for lines in by_round)))
     name = metric_of(row.runs[0].metrics).name

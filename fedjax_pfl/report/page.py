@@ -209,7 +209,7 @@ def _settings(config: Mapping[str, Any]) -> str:
 
 
 def _provenance(run: Run) -> str:
-    """Returns a section with the command, versions and date, or ""."""
+    """Returns an HTML section with a run's command, versions and date, "" if they are unknown."""
     if not run.provenance:
         return ""
     items = "\n".join(f"<p>{html.escape(f'{k}: {v}')}</p>" for k, v in run.provenance.items())

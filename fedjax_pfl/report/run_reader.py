@@ -100,7 +100,7 @@ def examples_of(directory: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def read_examples(directory: Path) -> str | None:
-    """Returns the digest in data.json, or None if it is missing or damaged."""
+    """Returns the digest of the examples in data.json, or None if that is missing or damaged."""
     try:
         return str(_json(directory / EXAMPLES)["digest"])
     except (OSError, ValueError, KeyError):
