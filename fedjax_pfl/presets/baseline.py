@@ -14,7 +14,10 @@ from fedjax_pfl.settings import configuration
 
 
 def get_config(preset: str = "fedavg-digits") -> ConfigDict:
-    """Returns the settings of a method on a dataset; by default FedAvg on the digits."""
+    """Returns all settings of a method on a dataset; by default FedAvg on the digits.
+
+    `preset` has words joined with dashes: method, dataset, partition, number of clients.
+    """
     config = configuration.default()
     config.local_epochs = 5
     config = apply_words(config, preset, {})

@@ -41,7 +41,11 @@ _WORDS: Words = {
 
 
 def get_config(preset: str = "permuted-noniid") -> ConfigDict:
-    """Returns the settings of a cell of the paper's table; without words, beta on digits."""
+    """Returns all settings of an experiment of the paper: a dataset, partition and method.
+
+    `preset` has words joined with dashes, such as "cifar10-noniid-permuted"; without one, the
+    dataset is digits and the method Factorized-FL beta.
+    """
     config = configuration.default()
     config.update(algorithm="factorized_fl", partition="iid", clients=20, model="resnet9")
     config = apply_words(config, preset, _WORDS)

@@ -48,7 +48,10 @@ DATASETS: dict[str, dict[str, Any]] = {
 
 
 def get_config(preset: str = "") -> ConfigDict:
-    """Returns the settings of a cell of the paper's table; FedMN on digits by default."""
+    """Returns all settings of an experiment of the paper; FedMN on digits by default.
+
+    `preset` has words joined with dashes, such as "cifar10-fedavg": dataset, method, partition.
+    """
     config = configuration.default()
     config.update(algorithm="fedmn", partition="clusters", test_fraction=0.2, local_epochs=1)
     config.evaluate_after = False  # FedAvg+ is FedAvg after local training

@@ -80,7 +80,10 @@ _WORDS: Words = {
 
 
 def get_config(preset: str = "") -> ConfigDict:
-    """Returns the settings of a cell of the paper's tables; by default pFedHN on digits."""
+    """Returns all settings of an experiment of the paper; pFedHN on digits by default.
+
+    `preset` has words joined with dashes, such as "cifar10-n50-fedavg": dataset, clients, method.
+    """
     config = configuration.default()
     config.update(algorithm="pfedhn", partition="shares", evaluate_after=False, rounds=0)
     config = apply_words(config, preset, _WORDS)

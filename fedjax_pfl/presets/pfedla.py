@@ -19,7 +19,10 @@ RATES = {"digits": 1.0}
 
 
 def get_config(preset: str = "") -> ConfigDict:
-    """Returns the settings of a cell of the paper's tables; by default pFedLA on the digits."""
+    """Returns all settings of an experiment of the paper; pFedLA on digits by default.
+
+    `preset` has words joined with dashes, such as "cifar10-classes4-n10-k1".
+    """
     config = configuration.default()
     config.algorithm = "pfedla"
     config.local_epochs = 10

@@ -52,14 +52,19 @@ _WORDS: Words = {
 
 
 def _partition(name: str, **settings: float) -> dict[str, Any]:
-    """Returns the settings that select a partition and its settings."""
+    """Returns nested settings that select the partition `name` and set its settings."""
     return {"partition": name, name: settings} if settings else {"partition": name}
 
 
 def apply_words(config: ConfigDict, preset: str, own_words: Words) -> ConfigDict:
-    """Changes a configuration by the words of a preset, joined with dashes, and returns it.
+    """Changes a configuration in place by the words of a preset, and returns it.
 
-    The dataset is digits unless a word names another. `own_words` are the words of a system.
+    Args:
+      config: All settings.
+      preset: Words joined with dashes: a dataset (without one: digits), a method, and words that
+        match a pattern, such as "n20" for 20 clients. Raises UsageError for another word.
+      own_words: More patterns (regular expressions of a whole word), each with a function from the
+        match to the settings to change, in nested dicts.
     """
     patterns = {**_WORDS, **own_words}
     preset_words = [word for word in preset.split("-") if word]
@@ -83,7 +88,10 @@ def apply_words(config: ConfigDict, preset: str, own_words: Words) -> ConfigDict
 
 
 def _examples(patterns: Iterable[str], word: str) -> list[str]:
-    """Returns words that match the patterns, with the number that `word` ends in."""
+    """Returns words that match regular expressions, with the number that `word` ends in, or N.
+
+    For the pattern "n(\\d+)" and the word "k5" this is "n5". A hint lists them.
+    """
     number = re.search(r"[\d.]+$", word)
     filled = (re.sub(r"\(.*?\)", number[0] if number else "N", p) for p in patterns)
     return [example for pattern in filled for example in pattern.split("|")]

@@ -44,11 +44,11 @@ class Experiment(NamedTuple):
     phases: tuple[Phase, ...]
     data: data.FederatedData
     federation: Federation
-    remarks: tuple[str, ...]  # warnings about settings that can cost accuracy
-    memory: forecast.Requirement = forecast.Requirement(0, 0, 0)  # lower bound; 0 if unknown
+    remarks: tuple[str, ...]  # warnings for the user, about settings that can cost accuracy
+    memory: forecast.Requirement = forecast.Requirement(0, 0, 0)  # bytes, at least; 0: unknown
 
     def select(self, runs: Sequence[int]) -> "Experiment":
-        """Returns the experiment of some of its runs."""
+        """Returns the experiment with only the runs of a sweep at these indices."""
         return self._replace(phases=tuple(phase.select(runs) for phase in self.phases))
 
 
@@ -57,12 +57,14 @@ def build(
     registry: configuration.Registry = configuration.BUILTINS,
     plans: Sequence[Plan] | None = None,
 ) -> Experiment:
-    """Loads and partitions the data and builds the phases. Raises UsageError.
+    """Loads and partitions the data and builds the phases; nothing is compiled.
+
+    Raises UsageError for settings that are invalid or do not fit together.
 
     Args:
       *configs: Configuration of the run, or of each run of a sweep in one program.
       registry: Components by name.
-      plans: Plan of each phase, if a run with plans is resumed.
+      plans: Execution plan of each phase that a resumed run used before. Default: chosen.
     """
     specified = [configuration.specify(config, registry) for config in configs]
     config, is_sweep = specified[0].settings, len(configs) > 1
@@ -121,8 +123,9 @@ def build(
 def _load(
     config: ConfigDict, registry: configuration.Registry, groups: int
 ) -> tuple[data.Dataset, data.FederatedData, Federation]:
-    """Loads the dataset of a configuration and partitions it.
+    """Loads the dataset of a configuration and partitions it between clients.
 
+    Returns the dataset, the arrays with the rows of each client, and the facts of the federation.
     `groups` is the number of architecture groups: the clients of a group have the same network.
     """
 
@@ -155,7 +158,7 @@ def _load(
 
 
 def _sizes(phase: Phase, state: Any) -> forecast.PhaseSizes:
-    """Returns the sizes of a phase; `state` has the shapes of all runs of a sweep."""
+    """Returns the bytes of a phase for one run; `state` has the shapes of all runs of a sweep."""
     inputs, sweep_runs = phase.inputs, len(phase.inputs.configs)
     clients, count_bytes = inputs.federation.clients, memory_estimate.tree_bytes
     examples, cohort_examples, mapped = forecast.example_bytes(inputs.arrays, inputs.cohort)
@@ -180,9 +183,10 @@ def _sizes(phase: Phase, state: Any) -> forecast.PhaseSizes:
 
 
 def example_facts(experiment: Experiment) -> dict[str, Any]:
-    """Returns the content of data.json: metadata of the examples, and a digest of files' examples.
+    """Returns the content of data.json: facts about the examples beyond the configuration.
 
-    Contains nothing that follows from the configuration.
+    These are the metadata of the dataset, `score_deviation` (of float targets, `_target_deviation`)
+    and `digest` (of examples that were read from files of the user).
     """
     facts = dict(experiment.federation.metadata or {})
     if np.issubdtype(experiment.data.y.dtype, np.floating):
@@ -195,7 +199,7 @@ def example_facts(experiment: Experiment) -> dict[str, Any]:
 
 
 def _target_deviation(examples: data.FederatedData) -> float:
-    """Returns the RMS error of predicting the training mean of every target."""
+    """Returns the RMS error, over training examples and targets, of predicting target means."""
     rows, size = (np.asarray(part) for part in examples.train)
     used = rows[np.arange(rows.shape[1]) < size[:, None]]
     return float(np.sqrt(np.mean(np.var(np.asarray(examples.y)[used], 0, dtype=np.float64))))
@@ -204,9 +208,10 @@ def _target_deviation(examples: data.FederatedData) -> float:
 def make_task(
     config: ConfigDict, registry: configuration.Registry, y: Any, federation: Federation
 ) -> Task:
-    """Returns the task of examples with labels `y`, with the metrics of the settings.
+    """Returns the task that the settings select for labels `y` [rows, ...], with their metrics.
 
-    Checks a user-defined task by shapes.
+    Raises UsageError if labels or metrics do not suit it, or if a user-defined task returns arrays
+    of wrong shapes.
     """
     outputs = federation.outputs
     name = infer_task(y) if config.task == "auto" else config.task
@@ -223,7 +228,7 @@ def make_task(
 
 
 def _check_observations(phase: Phase, state: Any) -> None:
-    """Raises UsageError if the name of an observation cannot be the name of a file."""
+    """Raises UsageError if `Algorithm.observe` returns a name that cannot be that of a file."""
     run_state = sweep.shapes_of_one(state) if len(phase.inputs.configs) > 1 else state
     for name in jax.eval_shape(phase.algorithm.observe, run_state):
         if not re.fullmatch("[A-Za-z0-9_]+", name):
@@ -234,7 +239,7 @@ def _check_observations(phase: Phase, state: Any) -> None:
 
 
 def _short_batches(phase: Phase, state: Any) -> str:
-    """Returns a warning if BatchNorm normalises very short batches that can be dropped, or ""."""
+    """Returns a warning if BatchNorm gets a last batch of 1 or 2 examples in an epoch, or ""."""
     config, federation = phase.config, phase.inputs.federation
     norm = jax.tree_util.DictKey("batch_stats")
     has_norm = any(norm in path for path, _ in jax.tree_util.tree_leaves_with_path(state))
@@ -252,7 +257,7 @@ def _short_batches(phase: Phase, state: Any) -> str:
 
 
 def _check_store(store: str, *, is_sweep: bool) -> None:
-    """Raises UsageError if the store does not support a sweep or several processes."""
+    """Raises UsageError if the setting `store` does not allow a sweep or several processes."""
     if is_sweep and store not in ("auto", "device"):
         line, remedy = "seeds and sweep are for store=device", "run them one by one"
     elif multiprocess.count() > 1 and store in ("host", "disk"):
@@ -271,7 +276,7 @@ def _remark(phase: Phase) -> str:
 
 
 def _omitted_owners(config: ConfigDict, dataset: data.Dataset, federation: Federation) -> str:
-    """Returns a warning if the owners of the examples are not exactly the clients, or ""."""
+    """Returns a warning if the examples have owners that are not exactly the clients, or ""."""
     if dataset.owner_train is None:
         return ""
     owners = len(np.unique(dataset.owner_train))
@@ -286,7 +291,7 @@ def _omitted_owners(config: ConfigDict, dataset: data.Dataset, federation: Feder
 
 
 def _participants(config: ConfigDict, federation: Federation) -> Federation:
-    """Returns the federation of a phase; with participants=held_out, novel clients are active."""
+    """Returns the federation with the clients of a phase active: held-out clients or the others."""
     if config.participants == "active":
         return federation
     return federation._replace(active=~federation.active)
@@ -295,7 +300,12 @@ def _participants(config: ConfigDict, federation: Federation) -> Federation:
 def _fit_memory(inputs: PhaseInputs, recorded: Plan | None, start: Any) -> tuple[Phase, Any]:
     """Returns a phase with the largest chunk that fits `memory_gb`, and the shapes of its state.
 
-    A resumed run has a recorded plan. `start` has the shapes of the state after the previous phase.
+    Raises UsageError if none fits, SeparateRunsError if a swept setting cannot be traced.
+
+    Args:
+      inputs: Inputs of the phase.
+      recorded: Plan that a resumed run used before, or None.
+      start: Shapes of the state after the previous phase; None for the first phase.
     """
     config, clients = inputs.configs[0], inputs.federation.clients
     plan = Plan(config.conv, config.chunk or execution_plan.default_chunk(clients))
@@ -334,7 +344,7 @@ def _fit_memory(inputs: PhaseInputs, recorded: Plan | None, start: Any) -> tuple
 
 
 def _untraceable(inputs: PhaseInputs, plan: Plan, start: Any) -> Sequence[str]:
-    """Returns the swept settings that cannot be traced; all of them if only together they fail."""
+    """Returns the swept settings that fail as traced values; all if none fails alone."""
     names = []
     for name in inputs.swept if len(inputs.swept) > 1 else ():
         single = dataclasses.replace(inputs, swept=[name])
@@ -346,7 +356,10 @@ def _untraceable(inputs: PhaseInputs, plan: Plan, start: Any) -> Sequence[str]:
 
 
 def _state_shapes(inputs: PhaseInputs, rounds: CompiledRounds, start: Any) -> Any:
-    """Returns the shapes of the state. Traces all rounds of a sweep to check its settings."""
+    """Returns the shapes of a phase's state; `start` is as for `_fit_memory`.
+
+    Raises TypeError if a round or evaluation cannot be traced with the swept settings.
+    """
     state = jax.eval_shape(rounds.init, jax.eval_shape(inputs.key), start)
     if inputs.swept:
         _trace(inputs, rounds, state)
@@ -354,14 +367,14 @@ def _state_shapes(inputs: PhaseInputs, rounds: CompiledRounds, start: Any) -> An
 
 
 def _trace(inputs: PhaseInputs, rounds: CompiledRounds, state: Any) -> None:
-    """Traces a round and an evaluation without compiling them."""
+    """Traces a round and an evaluation for a `state` of shapes; any error of JAX passes."""
     key, number = jax.eval_shape(inputs.key), jax.ShapeDtypeStruct((), jnp.int32)
     jax.eval_shape(rounds.run, key, state, inputs.arrays, number, number)
     jax.eval_shape(rounds.evaluate, key, state, inputs.arrays, number)
 
 
 def fixed_length_reason(experiment: Experiment) -> str:
-    """Returns why the last phase cannot be made longer, or "" if it can."""
+    """Returns why more rounds in the last phase would change its finished rounds, or ""."""
     last = experiment.phases[-1]
     if last.config.learning_rate_drops:
         return "learning_rate_drops are fractions of all rounds"
@@ -374,7 +387,7 @@ def fixed_length_reason(experiment: Experiment) -> str:
 
 
 def _memory_gb(inputs: PhaseInputs, rounds: CompiledRounds, state: Any) -> float:
-    """Estimates the GB of a round or evaluation, and of a checkpoint's copy of the state."""
+    """Estimates the peak GB of a round or evaluation plus a copy of the state, given as shapes."""
     key, number = jax.eval_shape(inputs.key), jax.ShapeDtypeStruct((), jnp.int32)
     run = memory_estimate.peak_bytes(rounds.run, key, state, inputs.arrays, number, number)
     evaluate = memory_estimate.peak_bytes(rounds.evaluate, key, state, inputs.arrays, number)

@@ -24,25 +24,28 @@ _READ_BLOCK = 1 << 26  # bytes read at a time
 
 
 class Part(NamedTuple):
-    """Rows of one group in a file: client ids followed by records."""
+    """A place in a file with the rows of some clients: int32 ids, then the bytes of each row."""
 
-    file: str
+    file: str  # name in the folder
     at: int  # first byte
-    group: int
-    number: int  # clients
+    group: int  # index into `ClientStore.groups`
+    number: int  # of clients
 
 
 class SavedRows(NamedTuple):
-    """Description of the rows of a checkpoint. Plain data for JSON."""
+    """Places of all rows of a checkpoint, in files of it and of earlier ones. Plain data for JSON.
+
+    If several parts have the same client, the last one counts; without one, its row is `first`.
+    """
 
     state: list[Part]
-    best: list[Part] | None  # rows that changed since the best round; None if there is none
-    first: list[Part]  # the initial record of each group
-    files: dict[str, str]  # digest of each file
+    best: list[Part] | None  # rows of the best state that differ from `state`; None if no best
+    first: list[Part]  # a row for each group, with which all its clients started
+    files: dict[str, str]  # SHA-256 of each file, by name
 
 
 def from_json(saved: Any) -> SavedRows:
-    """Returns the description with the fields `saved`; the inverse of `_asdict`."""
+    """Returns the description from JSON, a dict of its fields."""
 
     def parts(rows: Any) -> list[Part]:
         return [Part(*row) for row in rows]
@@ -54,7 +57,7 @@ def from_json(saved: Any) -> SavedRows:
 
 
 class _Writer:
-    """Writes a file of rows and computes its digest."""
+    """Writes a file of rows and computes its SHA-256. The file has its name only after `close`."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.temporary = path, path.with_name(path.name + ".part")
@@ -71,7 +74,7 @@ class _Writer:
     def append_rows(self, g: int, blocks: Iterable[np.ndarray], records: Any) -> Part:
         """Appends the client ids of all blocks, then the records of each. Returns their place.
 
-        `g` is the group of the clients; `records` maps a block of ids to records.
+        `g` is the clients' group; `records` maps a block of ids [K] to bytes [K, size].
         """
         blocks, start = list(blocks), self.position
         number = sum(map(len, blocks))
@@ -82,7 +85,7 @@ class _Writer:
         return Part(file=self.path.name, at=start, group=g, number=number)
 
     def close(self) -> str:
-        """Moves the file to its path. Returns the digest."""
+        """Ends the file and moves it to its path. Returns the SHA-256 of its content."""
         self.file.flush()
         os.fsync(self.file.fileno())
         self.file.close()
@@ -93,7 +96,8 @@ class _Writer:
 def write(folder: Path, name: str, clients: ClientStore, best: Snapshot | None) -> SavedRows:
     """Writes the rows that have changed since the checkpoint of the last `mark_saved`.
 
-    The file NAME.rows has rows of the clients, and of the best round if there is one.
+    The file NAME.rows has rows of `clients`, and of `best`, those of the best round, if any.
+    Returns the places of all rows, also in earlier files.
     """
     folder.mkdir(exist_ok=True)
     previous: SavedRows | None = clients.saved
@@ -127,7 +131,10 @@ def write(folder: Path, name: str, clients: ClientStore, best: Snapshot | None) 
 def _write_changed(
     writer: _Writer, groups: Iterable[RowStore], old_parts: list[Part]
 ) -> list[Part]:
-    """Writes the changed rows of all groups. Returns all parts of the state."""
+    """Writes the changed rows of all groups; all rows if half of a group's are out of date.
+
+    Returns all parts that count: the still needed ones of `old_parts`, then the new ones.
+    """
     parts = []
     for g, rows in enumerate(groups):
         group_parts = [part for part in old_parts if part.group == g]
@@ -141,7 +148,7 @@ def _write_changed(
 
 
 def mark_saved(clients: ClientStore, best: Snapshot | None, saved: SavedRows) -> None:
-    """Records that a checkpoint is complete. The next one writes changes after this call."""
+    """Marks all rows as unchanged; `saved` describes the complete checkpoint that has them."""
     for store in (clients, best):
         if store is not None:
             store.saved = saved
@@ -150,7 +157,7 @@ def mark_saved(clients: ClientStore, best: Snapshot | None, saved: SavedRows) ->
 
 
 def remove_unused(folder: Path, needed: Iterable[Iterable[str]]) -> None:
-    """Removes files of a folder that no checkpoint needs; `needed` has the names for each one."""
+    """Removes files of rows that no checkpoint needs; `needed` has file names per checkpoint."""
     names = {file for files in needed for file in files}
     for path in folder.glob("*.rows*"):
         if path.name not in names:
@@ -158,7 +165,7 @@ def remove_unused(folder: Path, needed: Iterable[Iterable[str]]) -> None:
 
 
 def check_files(folder: Path, saved: SavedRows) -> None:
-    """Raises DamagedError if a file has changed since it was written."""
+    """Raises DamagedError if a file of `saved` is missing or has another digest."""
     for name, digest in saved.files.items():
         try:
             with open(folder / name, "rb") as file:
@@ -183,10 +190,14 @@ def read(
     Args:
       folder: Folder of the files.
       saved: Description of the rows.
-      templates: Shapes [N, ...] of the clients of each group, then of the offloaded parts.
-      has_groups: True if the algorithm has a tuple of groups.
-      make: Makes a store from the initial arrays of one client.
-      offload: Names of the offloaded parts.
+      templates: Shapes [N, ...] of the clients' arrays in each architecture group, then of the
+        offloaded parts of `State.rows`.
+      has_groups: True if `State.clients` is a tuple with an entry for each architecture group.
+      make: Function from the initial arrays of one client to a store of all clients.
+      offload: Names of the offloaded parts of `State.rows`.
+
+    Returns:
+      The clients' rows, and those of the best round; None if there is none.
     """
     groups = []
     for g, template in enumerate(templates):
@@ -213,7 +224,7 @@ def _fill(folder: Path, parts: list[Part], g: int, rows: RowStore) -> None:
 def _records(
     folder: Path, parts: list[Part], g: int, size: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields blocks of ids [K] and records [K, size] of a group in the order of writing."""
+    """Yields blocks of ids [K] and records uint8 [K, size] of group `g`, oldest first."""
     for part in parts:
         if part.group != g or not size:
             continue

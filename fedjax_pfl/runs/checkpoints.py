@@ -38,18 +38,18 @@ class DamagedError(Exception):
 
 
 class Store(NamedTuple):
-    """Checkpoints of a run."""
+    """Checkpoints of a run in a folder, each with the number of a finished round (`step`)."""
 
     manager: ocp.CheckpointManager
 
     def save(self, step: int, trees: dict[str, PyTree], facts: dict[str, Any]) -> None:
-        """Writes a checkpoint to disk and removes older ones.
+        """Writes a checkpoint to disk and removes all but the newest `keep` of `open_store`.
 
         If this fails, it raises OSError and earlier checkpoints remain.
 
         Args:
           step: Round of the checkpoint.
-          trees: Arrays by name.
+          trees: Trees of arrays by name, such as "state".
           facts: Counters and metrics, plain data for JSON.
         """
         import orbax.checkpoint as ocp
@@ -86,7 +86,7 @@ class Store(NamedTuple):
 
     @property
     def rows(self) -> Path:
-        """Returns the folder of the files of `changed_rows`."""
+        """Returns the folder beside the checkpoints with files of off-device client state."""
         return self.folder.parent / "rows"
 
     def _folder(self, step: int) -> Path:
@@ -130,11 +130,16 @@ class Store(NamedTuple):
         return self._meta(step)["facts"]
 
     def restore(self, step: int, templates: dict[str, PyTree]) -> dict[str, PyTree]:
-        """Returns NumPy arrays by name; raises DamagedError if they do not fit the templates."""
+        """Returns trees of NumPy arrays by name, as `save` got them.
+
+        Raises DamagedError if they are damaged or do not have the structure, shapes and dtypes of
+        `templates`, trees by name.
+        """
         digests = self._meta(step)["digests"]
         return {name: self._tree(step, name, t, digests[name]) for name, t in templates.items()}
 
     def _meta(self, step: int) -> dict[str, Any]:
+        """Returns `facts` and the `digests` of leaves by tree and path; raises DamagedError."""
         import orbax.checkpoint as ocp
 
         try:
@@ -152,6 +157,10 @@ class Store(NamedTuple):
         return content
 
     def _tree(self, step: int, name: str, template: PyTree, digests: dict[str, str]) -> PyTree:
+        """Returns the tree `name` as NumPy arrays; raises DamagedError if leaves are not as saved.
+
+        `template` has its structure, shapes and dtypes; `digests` are by path of the leaf.
+        """
         import orbax.checkpoint as ocp
 
         expected = _by_path(template)
@@ -183,7 +192,10 @@ class Store(NamedTuple):
 
 
 def open_store(directory: Path, keep: int = MAX_CHECKPOINTS, *, read_only: bool = False) -> Store:
-    """Opens the checkpoints in a directory, which is created unless `read_only`."""
+    """Opens the checkpoints in a directory, which is created unless `read_only`.
+
+    The newest `keep` of them remain when one is saved. Removes what an unfinished save left.
+    """
     import orbax.checkpoint as ocp
 
     logging.getLogger("absl").setLevel(logging.WARNING)  # orbax logs each step of each save
@@ -209,7 +221,7 @@ def open_store(directory: Path, keep: int = MAX_CHECKPOINTS, *, read_only: bool 
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Suppresses the tracebacks that orbax's threads log: the failure is also raised."""
+    """Returns a context that hides tracebacks of orbax's threads: the failure is also raised."""
     logger, hook = logging.getLogger("absl"), sys.unraisablehook
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
@@ -236,14 +248,14 @@ def _is_not_from_save(record: logging.LogRecord) -> bool:
 
 
 def _by_path(tree: PyTree) -> dict[str, Any]:
-    """Returns the leaves of a tree by path."""
+    """Returns the leaves of a tree by path, as `keystr` formats it."""
     return {
         jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
 
 
 def _remove_temporary(directory: Path) -> None:
-    """Removes the files of a save that did not finish.
+    """Removes folders of saves that did not finish from the folder of all checkpoints.
 
     Retries for 5 seconds, because threads of a failed save may still write.
     """
@@ -256,7 +268,7 @@ def _remove_temporary(directory: Path) -> None:
 
 
 def _is_too_deep(path: Path) -> bool:
-    """Returns True if JSON is nested too deeply to parse.
+    """Returns True if a checkpoint's description, a JSON file, is nested too deeply to parse.
 
     Such a description stops orbax from opening any checkpoint; it ignores other damage.
     """
@@ -270,7 +282,7 @@ def _is_too_deep(path: Path) -> bool:
 
 
 def _sums(folder: Path) -> str:
-    """Returns the SHA-256 of each file in the format of sha256sum."""
+    """Returns the SHA-256 of each file below `folder` as lines of sha256sum, except `SUMS`."""
     lines = []
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         if not path.name.startswith(SUMS):

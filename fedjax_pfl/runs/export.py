@@ -79,9 +79,10 @@ def load_result(
 
 
 def _finished_config(directory: Path, components: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """Returns the configuration and last round of a run. Raises UsageError if it cannot be loaded.
+    """Returns the resolved configuration and the last round of a finished run.
 
-    User-defined components are by kind, as for `run`.
+    Raises UsageError if the run is not finished or cannot be loaded. `components` are user-defined
+    components by kind, as for `run`.
     """
     if not (directory / "config.json").is_file():
         inner = sorted(directory.glob("*/config.json"))
@@ -109,7 +110,10 @@ def _finished_config(directory: Path, components: Mapping[str, Any]) -> tuple[di
 def _check_components(
     directory: Path, config: Any, phases: Any, components: Mapping[str, Any]
 ) -> None:
-    """Raises UsageError if the run has a user-defined component that is not in `components`."""
+    """Raises UsageError if the run has a user-defined component that is not in `components`.
+
+    `config` is its resolved configuration, `phases` the settings that each phase changes.
+    """
     for kind, builtins in configuration.BUILTINS._asdict().items():
         # A run of an older version may lack the setting.
         default = configuration.component_name(config, kind) if kind in config else None
@@ -129,13 +133,13 @@ def write_models(
     *,
     best: bool = False,
 ) -> list[Path]:
-    """Writes client-0.safetensors and so on to a new folder. Returns the paths.
+    """Writes each client's personal model to client-ID.safetensors in a folder. Returns the paths.
 
     Args:
       result: Result of a run.
-      folder: The folder.
+      folder: The folder, which must be new or empty.
       clients: Client ids. Default: all.
-      best: True for the models of the best round on validation examples instead of the last.
+      best: True for the models of the round with the best validation score instead of the last.
     """
     folder = Path(folder)
     check_folder(folder)
@@ -167,7 +171,7 @@ def write_models(
 class RunFacts(NamedTuple):
     """Facts that the models of all clients of a run have in common."""
 
-    algorithm: str
+    algorithm: str  # name of the method
     dataset: str
     seed: int
     federation: Federation
@@ -182,7 +186,7 @@ def pack(
     data: ClientData,
     variables: PyTree,
 ) -> bytes:
-    """Returns the content of a client's file.
+    """Returns the content of a client's .safetensors file: description and variables.
 
     Args:
       run: Facts of the run.
@@ -190,7 +194,7 @@ def pack(
       client: Client id.
       rounds: Number of rounds that were trained.
       data: Examples of the client.
-      variables: Variables of the personal model.
+      variables: Variables of the personal model, nested dicts of arrays.
     """
     facts = {
         "format": _FORMAT,
@@ -213,7 +217,10 @@ def pack(
 
 
 def _input_scale(metadata: Mapping[str, Any], data: ClientData) -> dict[str, Any]:
-    """Returns `scale` and `shift` of inputs as lists or None, from data or its normalisation."""
+    """Returns the fields `scale` and `shift`, lists or None: the network gets x * scale + shift.
+
+    They are from the mean and deviation in `metadata` if it has them, else from `data`.
+    """
     if "input_mean" not in metadata:
         return {"scale": _as_list(data.scale), "shift": _as_list(data.shift)}
     mean, deviation = np.array(metadata["input_mean"]), np.array(metadata["input_deviation"])
@@ -223,7 +230,10 @@ def _input_scale(metadata: Mapping[str, Any], data: ClientData) -> dict[str, Any
 def personalize(
     result: Result, state: Any, t: int, ids: Sequence[int]
 ) -> Iterator[tuple[int, PyTree]]:
-    """Yields client ids and the variables of their models after `t` rounds, as NumPy arrays."""
+    """Yields each client id and the variables of its personal model, a tree of NumPy arrays.
+
+    `state` is the state after `t` rounds: the last or the best one of the result.
+    """
     algorithm = result.phases[-1].algorithm
     # Copies everything to one device once, for all clients.
     store = state.clients if isinstance(state.clients, ClientStore) else None
@@ -273,7 +283,7 @@ def describe(path: str | Path) -> dict[str, Any]:
 
 
 def load(path: str | Path, model: Any = None) -> tuple[Any, PyTree]:
-    """Loads a client's network and variables; model.apply(variables, x) are its predictions.
+    """Returns a client's network and variables; network.apply(variables, x) are its predictions.
 
     x has shape [B, ...] and the scale of `describe`. Outputs of classes are logits. A user-defined
     network is passed again as `model`.
@@ -301,7 +311,7 @@ def load(path: str | Path, model: Any = None) -> tuple[Any, PyTree]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises UsageError if safetensors is missing or the folder is not empty."""
+    """Raises UsageError if safetensors is not installed or `folder` is a file or not empty."""
     _safetensors()
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise UsageError(f"{folder} is not empty; choose another folder")
@@ -319,6 +329,7 @@ def _safetensors() -> Any:
 
 
 def _client_ids(result: Result, clients: Sequence[int] | None) -> list[int]:
+    """Returns the ids in order, all for None; raises UsageError for one that does not exist."""
     n = result.federation.clients
     ids = sorted(set(range(n) if clients is None else clients))
     if invalid := [i for i in ids if not 0 <= i < n]:
@@ -327,7 +338,10 @@ def _client_ids(result: Result, clients: Sequence[int] | None) -> list[int]:
 
 
 def _select_state(result: Result, best: bool) -> tuple[int, Any]:
-    """Returns the number of rounds trained, and the state after them: the last or the best."""
+    """Returns a number of rounds and the state after them: the last or, if `best`, the best one.
+
+    Raises UsageError if there is no best one.
+    """
     last = result.metrics[-1]
     if not best:
         return last["round"], result.state
@@ -337,7 +351,10 @@ def _select_state(result: Result, best: bool) -> tuple[int, Any]:
 
 
 def _network(member: Algorithm, run: RunFacts) -> dict[str, Any]:
-    """Returns the network that a method predicts with, as plain data."""
+    """Returns name and settings of the network whose `apply` a method predicts with, as plain data.
+
+    Raises UsageError if it predicts with anything else. `member` is the algorithm of a group.
+    """
     net = getattr(member.predict, "__self__", None)
     if net is None or getattr(net, "apply", None) != member.predict:
         raise UsageError(
@@ -352,7 +369,7 @@ def _as_list(array: Any) -> Any:
 
 
 def _by_name(variables: PyTree, algorithm: str) -> dict[str, np.ndarray]:
-    """Returns the arrays of nested dicts by names such as params/conv1/kernel."""
+    """Returns arrays by names such as params/conv1/kernel; UsageError if not in nested dicts."""
     arrays = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
         if not all(isinstance(key, jax.tree_util.DictKey) for key in path):

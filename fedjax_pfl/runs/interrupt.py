@@ -21,7 +21,10 @@ ECHO = 1.0  # several processes ignore a repeated signal for these seconds
 
 
 class Stopped(KeyboardInterrupt):
-    """The run stopped on request, and everything up to `round` is saved."""
+    """Exception of a run that stopped on request, with everything up to `round` saved.
+
+    `code` is the exit status of the process. `caller` is what to run again, "command" or "call".
+    """
 
     def __init__(self, round: int, code: int, caller: str = "command") -> None:
         super().__init__(f"stopped at round {round}; run the same {caller} again to resume")
@@ -29,7 +32,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class Stop:
-    """Request to stop a run. `on_signals` and `on_keyboard` set it."""
+    """Flag that signal handlers set to stop a run, which reads it after each compiled call."""
 
     def __init__(self, caller: str = "command") -> None:
         self.exit_status = 0  # nonzero: stop with this status
@@ -39,17 +42,20 @@ class Stop:
 
     @property
     def busy(self) -> bool:
-        """Returns True inside `protected`."""
+        """Returns True while a block of `protected` runs."""
         return self._busy.locked()
 
     @contextlib.contextmanager
     def protected(self) -> Iterator[None]:
-        """Delays a stop until the block is finished. Elsewhere a signal ends the process."""
+        """Returns a context in which the first signal sets the flag. Outside, it ends the run."""
         with self._busy:
             yield
 
     def _wait_for_signals(self, read: socket.socket) -> None:
-        """Handles signals in a thread, because Python runs no handler while XLA compiles."""
+        """Handles the signals whose numbers arrive as bytes in `read`, until it is closed.
+
+        Runs in a thread, because Python runs no handler while XLA compiles.
+        """
         while number := read.recv(1):
             if number[0] not in SIGNALS:
                 continue
@@ -74,7 +80,10 @@ def _print(line: str) -> None:
 
 @contextlib.contextmanager
 def on_signals() -> Iterator[Stop]:
-    """Handles SIGINT and SIGTERM, unless they are ignored. Call it in the main thread."""
+    """Returns a context that handles SIGINT and SIGTERM, unless they are ignored; yields the flag.
+
+    The first saves the rounds being computed, the second ends the process. Main thread only.
+    """
     stop = Stop()
     read, write = socket.socketpair()
     write.setblocking(False)
@@ -96,9 +105,10 @@ def on_signals() -> Iterator[Stop]:
 
 @contextlib.contextmanager
 def on_keyboard(saves: bool) -> Iterator[Stop]:
-    """Handles Ctrl-C in a call from Python: the first saves the rounds being computed.
+    """Returns a context that handles Ctrl-C in a call from Python; yields the flag.
 
-    Changes nothing if the run saves nothing, outside the main thread, or if Python does not turn
+    The first saves the rounds being computed, the second raises KeyboardInterrupt. Changes nothing
+    if the run saves nothing (`saves` is False), outside the main thread, or if Python does not turn
     Ctrl-C into a KeyboardInterrupt.
     """
     stop = Stop("call")

@@ -35,7 +35,10 @@ NETWORKS: dict[str, Callable[..., Any]] = {
 
 
 def to_json(net: Any) -> dict[str, Any]:
-    """Returns a network as plain data."""
+    """Returns the kind of a network, with its settings by name, as plain data.
+
+    Raises UsageError if it is neither built-in nor passed to `run` as `model`.
+    """
     if isinstance(net, UserNetwork):
         return {"kind": "own", "name": net.name, **json.loads(json.dumps(dict(net.settings)))}
     kinds = {network: name for name, network in NETWORKS.items()}
@@ -48,7 +51,7 @@ def to_json(net: Any) -> dict[str, Any]:
 
 
 def from_json(content: dict[str, Any], facts: dict[str, Any], model: Any) -> Any:
-    """Returns the network that `to_json` described.
+    """Returns the network, without parameters, that `to_json` described.
 
     `facts` is the result of `export.describe`, `model` a user-defined network or None.
     """

@@ -49,8 +49,8 @@ class PhaseInputs:
     registry: configuration.Registry
     arrays: data.FederatedData
     federation: Federation
-    begin: int  # first round
-    mesh: Mesh | None
+    begin: int  # number of rounds of earlier phases
+    mesh: Mesh | None  # devices that share the clients; None for one device
 
     @property
     def cohort(self) -> int:
@@ -63,7 +63,7 @@ class PhaseInputs:
         return self.mesh.size if self.mesh else 1
 
     def key(self) -> Any:
-        """Returns the key of the rounds: a PRNG key, or the Points of a sweep."""
+        """Returns the PRNG key of the run, or `Points` with the key of each run of a sweep."""
         if len(self.configs) == 1:
             return jax.random.key(self.configs[0].seed)
         return sweep.points([config.seed for config in self.configs])
@@ -74,13 +74,14 @@ class PhaseInputs:
 
     @functools.cached_property
     def algorithms(self) -> Callable[[str], tuple[Algorithm, ...]]:
-        """Returns a function from a lowering of convolutions to the algorithm of each run.
+        """Returns a function from a value of the setting `conv` to the algorithm of each run.
 
         Making an algorithm checks its settings.
         """
         return functools.cache(self._make_algorithms)
 
     def _make_algorithms(self, conv: str) -> tuple[Algorithm, ...]:
+        """Returns the algorithm of each run of a sweep; equal settings share one."""
         values = list(zip(*self._swept_values.values(), strict=True)) or [()] * len(self.configs)
         settings = {v: dict(zip(self.swept, v, strict=True)) for v in values}
         by_values = {v: _algorithm(self, conv, settings[v]) for v in settings}
@@ -88,7 +89,7 @@ class PhaseInputs:
 
     @functools.cached_property
     def evaluated(self) -> np.ndarray | None:
-        """Returns the sorted ids of the evaluated clients, or None for all."""
+        """Returns the sorted ids int32 [E] of the evaluated clients; None for all active ones."""
         config, active = self.configs[0], np.flatnonzero(self.federation.active)
         count = config.evaluate_clients
         if count is None and len(active) > _MAX_EVALUATED:
@@ -104,7 +105,7 @@ class PhaseInputs:
         """Returns True if evaluations count confusion matrices.
 
         The task must have classes, which all clients number alike. Neither the classes nor the
-        entries of all clients' matrices may be too many.
+        entries of all clients' matrices may be too many: at most 100 and 10 million.
         """
         clients, classes = self.federation.clients, self.federation.outputs
         return (
@@ -140,7 +141,7 @@ class PhaseInputs:
         )
 
     def rounds(self, plan: Plan) -> CompiledRounds:
-        """Returns the rounds of all runs; they compile at the first call."""
+        """Returns the rounds of the run or of all runs of a sweep; they compile when called."""
         make_functions = self.function_maker(plan.chunk)
         if len(self.configs) == 1:
             return compile_rounds(make_functions(self.algorithms(plan.conv)[0]), self.mesh)
@@ -164,7 +165,7 @@ class Phase(NamedTuple):
     def program(self, folder: Path | None) -> DeviceProgram | StreamedProgram:
         """Returns the compiled rounds with the examples, as a run calls them.
 
-        `folder` is for data that does not fit into memory.
+        `folder` is for files with state and examples if the store is "disk"; None: a temporary one.
         """
         if self.store == "device":  # also for sweeps
             return DeviceProgram(self.rounds, self.key, self.inputs.arrays)
@@ -180,12 +181,12 @@ class Phase(NamedTuple):
 
     @property
     def config(self) -> ConfigDict:
-        """Returns the settings of the first run."""
+        """Returns the settings of the phase; in a sweep, those of its first run."""
         return self.inputs.configs[0]
 
     @property
     def begin(self) -> int:
-        """Returns the first round."""
+        """Returns the number of rounds of earlier phases: the first round, counted from 0."""
         return self.inputs.begin
 
     @property
@@ -200,21 +201,21 @@ class Phase(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """Returns the key of the rounds: a PRNG key, or the Points of a sweep."""
+        """Returns the PRNG key of the run, or `Points` with the key of each run of a sweep."""
         return self.inputs.key()
 
     @property
     def algorithms(self) -> tuple[Algorithm, ...]:
-        """Returns the algorithm of each run."""
+        """Returns the algorithm of each run of a sweep, one for a single run."""
         return self.inputs.algorithms(self.plan.conv)
 
     @property
     def algorithm(self) -> Algorithm:
-        """Returns the algorithm of the first run."""
+        """Returns the algorithm of the phase; in a sweep, that of its first run."""
         return self.algorithms[0]
 
     def select(self, runs: Sequence[int]) -> "Phase":
-        """Returns the phase of some of its runs, not compiled yet."""
+        """Returns the phase with only the runs of a sweep at these indices, not compiled yet."""
         if len(runs) == len(self.inputs.configs):
             return self
         inputs = dataclasses.replace(self.inputs, configs=[self.inputs.configs[i] for i in runs])
@@ -224,9 +225,10 @@ class Phase(NamedTuple):
 
 
 def _algorithm(inputs: PhaseInputs, conv: str, settings: Mapping[str, Any]) -> Algorithm:
-    """Returns the algorithm of a phase; with groups, one that combines theirs.
+    """Returns the algorithm of a phase with its transforms; with groups, one that combines theirs.
 
-    `conv` is the lowering of convolutions. `settings` replace those of the configuration, by name.
+    `conv` is the lowering of convolutions. `settings` has values of swept settings by name, also
+    traced ones, instead of the configuration's.
     """
     config, federation = inputs.configs[0], inputs.federation
     factory = inputs.registry.algorithm[config.algorithm]
@@ -278,7 +280,7 @@ def _algorithm(inputs: PhaseInputs, conv: str, settings: Mapping[str, Any]) -> A
 
 
 def _training(inputs: PhaseInputs, value_of: Callable[[str], Any]) -> local_training.Training:
-    """Returns the local training of a phase."""
+    """Returns the local training of a phase; `value_of` returns a setting's value by name."""
     config = inputs.configs[0]
     rate, step_schedule = _rate(inputs, config, value_of)
     return local_training.make_training(
@@ -297,7 +299,9 @@ def _training(inputs: PhaseInputs, value_of: Callable[[str], Any]) -> local_trai
 def _rate(
     inputs: PhaseInputs, config: ConfigDict, value_of: Callable[[str], Any]
 ) -> tuple[Callable[[jax.Array], Any], Any]:
-    """Returns the learning rate by round (a function), and the schedule within a round or None."""
+    """Returns a function from the round to the learning rate, and the schedule within a round or
+    None. `value_of` returns a setting's value by name, traced if swept.
+    """
     if config.optimizer not in optimizers.OPTIMIZERS:  # a user-defined one has its own rate
         return local_training.constant_rate(1.0), None
     ends = [inputs.begin + round(share * config.rounds) for share in config.learning_rate_drops]
@@ -371,7 +375,7 @@ def _check_vocabulary(inputs: PhaseInputs, name: str, model: Any) -> None:
 
 
 def _fitting_networks(federation: Federation) -> tuple[str, ...]:
-    """Returns built-in networks for this kind of examples."""
+    """Returns names of built-in networks that suit the shape and dtype of the inputs."""
     if np.issubdtype(federation.input_dtype, np.integer):
         return ("lstm", "transformer")
     return {1: ("mlp",), 2: ("cnn1d", "mlp")}.get(len(federation.input_shape), ("small", "mlp"))

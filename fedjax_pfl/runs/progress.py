@@ -22,7 +22,7 @@ def with_run_name(sweep_run: SweepRun, line: str) -> str:
 
 
 def memory_line(needed: Requirement, store: str) -> str:
-    """Returns a line with the least memory of a run and the place of its client state."""
+    """Returns a line with the bytes that a run needs and the place of its client state, `store`."""
     device, host, disk = map(forecast.format_bytes, needed)
     text = {
         "device": f"{device} (client state on the device)",
@@ -34,9 +34,10 @@ def memory_line(needed: Requirement, store: str) -> str:
 
 
 def mean_score(metric: Metric, lines: Sequence[Mapping[str, Any]], stage: str) -> str:
-    """Formats the mean of a metric over runs before or after local training; "" if none is finite.
+    """Formats the mean over runs of a metric's client mean; "" if none is finite.
 
-    `lines` has the last line of metrics.jsonl of each run of a program.
+    `lines` has the last line of metrics.jsonl of each run; `stage` is "before" or "after" (local
+    training).
     """
     values = [number((line[stage] or {}).get(f"{metric.name}_mean")) for line in lines]
     finite = [value for value in values if np.isfinite(value)]
@@ -46,7 +47,8 @@ def mean_score(metric: Metric, lines: Sequence[Mapping[str, Any]], stage: str) -
 def evaluation_line(metric: Metric, lines: Sequence[Mapping[str, Any]], end: int) -> str:
     """Returns a line with the round, scores, loss, traffic and time of an evaluation.
 
-    `lines` has the last line of metrics.jsonl of each run of a program; `end` is the last round.
+    `lines` has the last line of metrics.jsonl of each run of a program; `end` is the
+    number of rounds in all.
     """
     scores = [(stage, mean_score(metric, lines, stage)) for stage in ("before", "after")]
     score_text = ", ".join(f"{value} {stage}" for stage, value in scores if value)

@@ -23,7 +23,8 @@ def check_settings(
 ) -> None:
     """Raises UsageError if the settings `reference` or `reference_runs` cannot be satisfied.
 
-    `configs` has the configuration of each run of the settings.
+    `configs` has the configuration of each run that `seeds` and `sweep` in `settings` request.
+    `workdir` is the folder of the runs; None if nothing is written.
     """
     name = "reference_runs" if settings.reference_runs else "reference"
     if not (settings.reference or settings.reference_runs):
@@ -44,7 +45,7 @@ def check_settings(
 def check_examples(configs: Iterable[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
     """Raises UsageError if a run that `reference_runs` names has other examples.
 
-    `facts` is the content of data.json.
+    `configs` are resolved configurations of runs; `facts` is the content of their data.json.
     """
     for directories in {str(config.get("reference_runs") or "") for config in configs} - {""}:
         from fedjax_pfl.report import references
@@ -67,7 +68,7 @@ def named_runs(run: run_reader.Run) -> dict[str, run_reader.Run]:
 
 
 def report_outdated(run: run_reader.Run) -> bool:
-    """Returns True if a run has no report, or one written before a reference run finished."""
+    """Returns True if a run has no report.html, or one older than that of a reference run of it."""
     report = run.directory / run_reader.REPORT
     if not report.exists():
         return True
@@ -81,9 +82,9 @@ def report_outdated(run: run_reader.Run) -> bool:
 def missing_runs(
     run: run_reader.Run, settings: ConfigDict, registry: configuration.Registry
 ) -> dict[Path, ConfigDict]:
-    """Returns the runs of Local and FedAvg that `reference` requires and that do not exist.
+    """Returns configurations of runs of Local and FedAvg to train, by their run directories.
 
-    Configurations are by run directory.
+    They are those that do not exist if the setting `reference` is True; otherwise {}.
     """
     from fedjax_pfl.report import references
 
@@ -96,7 +97,7 @@ def missing_runs(
 
 
 def _reference(settings: ConfigDict, method: str, registry: configuration.Registry) -> ConfigDict:
-    """Returns the configuration of a reference run: the last phase with the rounds of all."""
+    """Returns settings for `method`: those of the last phase, all rounds, and no transforms."""
     phases = configuration.phases(settings, registry)
     config = phases[-1].copy_and_resolve_references()
     config.update(algorithm=method, rounds=sum(phase.rounds for phase in phases))

@@ -16,13 +16,13 @@ from fedjax_pfl.simulation.ledger import Ledger
 
 
 class Result(NamedTuple):
-    """Result of a run."""
+    """Result of a finished run: its metrics and final state, and the examples and functions."""
 
-    config: dict[str, Any]  # settings as plain data
+    config: dict[str, Any]  # resolved settings as nested plain data
     metrics: list[dict[str, Any]]  # one per evaluation, as in metrics.jsonl
     clients: list[dict[str, Any]]  # one per client, as in clients.csv
     confusion: Mapping[str, Any]  # as in confusion.json; empty if no matrices were counted
-    ledger: Ledger
+    ledger: Ledger  # bytes downloaded and uploaded, and counts by client
     state: State  # after the last round
     best: State | None  # best state of the last phase; None without validation examples
     phases: tuple[Phase, ...]
@@ -30,7 +30,7 @@ class Result(NamedTuple):
     federation: Federation
     directory: Path | None  # run directory, if one was written
     observations: run_directory.Observations  # arrays that the method exposes of its state
-    resumed_at: int | None  # round at which the run was resumed
+    resumed_at: int | None  # round at which the run was resumed; None if it was not
 
     def __repr__(self) -> str:
         """Returns one line with the last evaluation: states and examples are not printed."""
@@ -66,7 +66,7 @@ def make_result(experiment: Experiment, sweep_run: SweepRun, state: State) -> Re
 
 
 def run_record(result: Result) -> run_reader.Run:
-    """Returns the record of a run from which its report and comparisons are made."""
+    """Returns the content of a run's directory, from which reports and comparisons are made."""
     if result.directory is None:
         raise UsageError("the run has no workdir, so it has no record; pass workdir to run")
     return run_reader.Run(
@@ -82,7 +82,7 @@ def run_record(result: Result) -> run_reader.Run:
 
 
 def write_report(result: Result) -> None:
-    """Writes the report of a finished run with its pictures."""
+    """Writes report.html, with its pictures, to the directory of a finished run."""
     # The import takes half a second, and only runs with a directory need it.
     from fedjax_pfl.report import method_figures, page
     from fedjax_pfl.report.partition_picture import draw_partition

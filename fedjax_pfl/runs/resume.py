@@ -23,7 +23,10 @@ Restored = tuple[Position, State, State | None]  # position, state, best state
 
 
 def save_checkpoint(sweep_run: SweepRun, state: State) -> None:
-    """Writes a checkpoint of a run. All processes must call this."""
+    """Writes a checkpoint with `state`, one run's, if the run has a directory; counts its seconds.
+
+    All processes must call this.
+    """
     state = spread.gathered(state)
     if sweep_run.store:
         start = time.perf_counter()
@@ -35,6 +38,7 @@ def save_checkpoint(sweep_run: SweepRun, state: State) -> None:
 
 
 def _write_checkpoint(sweep_run: SweepRun, store: checkpoints.Store, state: State) -> None:
+    """Writes position, state and best state, and of off-device rows only those that changed."""
     trees = {"state": state} if sweep_run.best is None else {"state": state, "best": sweep_run.best}
     facts = to_facts(sweep_run.at) | {"config": sweep_run.config}
     step, clients = sweep_run.at.round, state.clients
@@ -56,7 +60,7 @@ def _write_checkpoint(sweep_run: SweepRun, store: checkpoints.Store, state: Stat
 
 
 def _row_files(store: checkpoints.Store, step: int) -> list[str]:
-    """Returns the files of rows that an earlier checkpoint needs."""
+    """Returns names of files of rows that the checkpoint of round `step` needs; [] if damaged."""
     try:
         return list((store.facts(step).get("rows") or {}).get("files", ()))
     except checkpoints.DamagedError:
@@ -64,7 +68,7 @@ def _row_files(store: checkpoints.Store, step: int) -> list[str]:
 
 
 def can_save_checkpoint(sweep_runs: Sequence[SweepRun]) -> bool:
-    """Returns True if checkpoints, with one more of each run, take at most 5 % of the time."""
+    """Returns True if checkpoints, with one more of each run, take at most 5 % of training time."""
     seconds = sum(run.at.checkpoint_seconds + run.last_checkpoint_seconds for run in sweep_runs)
     return seconds <= sum(run.at.seconds for run in sweep_runs) / 20
 
@@ -81,7 +85,8 @@ def _position(facts: Mapping[str, Any]) -> Position:
 def group_by_checkpoint(steps: Sequence[Set[int]]) -> list[list[int]]:
     """Groups runs that can be resumed from the same round or started together.
 
-    `steps` has the rounds of the checkpoints of each run. Returns groups of indices into `steps`.
+    `steps` has the rounds of the checkpoints of each run. Returns groups of indices into `steps`:
+    runs of a group have a round in common, or no checkpoint.
     """
     merged: list[tuple[Set[int], list[int]]] = []
     for i, run_steps in enumerate(steps):
@@ -97,7 +102,7 @@ def group_by_checkpoint(steps: Sequence[Set[int]]) -> list[list[int]]:
 def resume(experiment: Experiment, sweep_runs: Sequence[SweepRun]) -> list[State] | None:
     """Resumes the runs of a program at the newest round that all have an intact checkpoint of.
 
-    Sets the position and the best state of each run.
+    Sets the position, the best state and `resumed_at` of each run.
 
     Returns:
       The state of each run, or None if there is no checkpoint.
@@ -122,7 +127,10 @@ def resume(experiment: Experiment, sweep_runs: Sequence[SweepRun]) -> list[State
 
 
 def _restore_all(experiment: Experiment, sweep_runs: Sequence[SweepRun]) -> list[State] | None:
-    """Does the work of `resume` in process 0, and reports damaged checkpoints."""
+    """Does the work of `resume` in process 0, and removes checkpoints newer than the restored ones.
+
+    Prints which are damaged; raises UsageError if all are.
+    """
     stores = [sweep_run.store for sweep_run in sweep_runs if sweep_run.store]
     if len(stores) < len(sweep_runs):
         return None
@@ -156,7 +164,7 @@ def _restore_all(experiment: Experiment, sweep_runs: Sequence[SweepRun]) -> list
 
 
 def state_templates(experiment: Experiment) -> list[PyTree]:
-    """Returns the shapes of one run's state in each phase."""
+    """Returns the state of one run in each phase, with shapes and dtypes instead of arrays."""
     templates, state = [], None
     for phase in experiment.phases:
         state = jax.eval_shape(phase.rounds.init, phase.key, state)

@@ -43,7 +43,8 @@ def claim(
     Args:
       directory: The run directory.
       config: Resolved configuration of the run.
-      fixed_length_reason: Returns why more rounds would change a run that has started, or "".
+      fixed_length_reason: Function that returns why more rounds would change the finished rounds
+        of a run, or "".
     """
     if "\0" in str(directory):
         raise UsageError(f"{str(directory)!r} cannot name a directory; choose another")
@@ -72,7 +73,7 @@ def _unusable(directory: Path, error: OSError) -> UsageError:
 
 
 def _advice(error: OSError) -> str:
-    """Returns advice on an error of the file system."""
+    """Returns advice on an error of the file system, such as "make it writable"."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "free space on its disk"
     is_read_only = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -114,7 +115,10 @@ def writing(
 
 
 def _lock(directory: Path, descriptor: int | None) -> None:
-    """Locks the directory. The system releases the lock when the process ends."""
+    """Locks the directory by its open file descriptor; without one (on Windows) prints a warning.
+
+    Raises UsageError if another process has the lock.
+    """
     if descriptor is None:
         line = f"{directory} is not locked, as this system cannot; start no other run in it"
         print(line, file=sys.stderr)
@@ -133,7 +137,10 @@ def _lock(directory: Path, descriptor: int | None) -> None:
 def _write_or_check_config(
     directory: Path, config: Mapping[str, Any], fixed_length_reason: Callable[[], str]
 ) -> None:
-    """Writes config.json, or checks that the existing one belongs to this run."""
+    """Writes config.json, or raises UsageError if the existing one is of a run with other results.
+
+    If the run becomes longer, also removes its report. Arguments are as for `claim`.
+    """
     config_file = directory / "config.json"
     if config_file.exists():
         saved = run_reader.read_config(directory)
@@ -188,13 +195,13 @@ def write_clients(directory: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def write_confusion(directory: Path, content: Mapping[str, Any]) -> None:
-    """Writes confusion.json, except for runs without confusion matrices."""
+    """Writes confusion.json; nothing if `content` is empty, without confusion matrices."""
     if content:
         _replace(directory / run_reader.CONFUSION, json.dumps(content) + "\n")
 
 
 def write_observations(directory: Path, observations: Observations) -> None:
-    """Writes NAME.npz for each observation: `rounds` [E] and `values` [E, ...]."""
+    """Writes NAME.npz for each observation: `rounds` [E] and `values` [E, ...] of E evaluations."""
     for name, (rounds, arrays) in observations.items():
         buffer = io.BytesIO()
         np.savez_compressed(buffer, rounds=np.asarray(rounds), values=np.stack(arrays))
@@ -202,8 +209,9 @@ def write_observations(directory: Path, observations: Observations) -> None:
 
 
 def read_observations(directory: Path, until: int, *, read_only: bool = False) -> Observations:
-    """Reads the observations up to a round. Leaves out damaged files, and renames them to *.damaged
-    unless `read_only`.
+    """Reads the observations of NAME.npz files up to round `until`.
+
+    Leaves out damaged files, and renames them to *.damaged unless `read_only`.
     """
     observations: Observations = {}
     for path in sorted(directory.glob("*.npz")):
@@ -224,7 +232,7 @@ def read_observations(directory: Path, until: int, *, read_only: bool = False) -
 
 
 def write_provenance(directory: Path) -> None:
-    """Writes provenance.json: start time, command, and the versions of every start or resume."""
+    """Writes provenance.json: start time, command and versions. A resume adds other versions."""
     versions = []
     for package in ("fedjax_pfl", "jax", "flax", "optax", "numpy"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -259,7 +267,7 @@ def _commit() -> dict[str, str]:
 
 
 def _command() -> str:
-    """Returns the command of this process, without folders of installed programs."""
+    """Returns the command line of this process, without the folder of an installed program."""
     arguments = sys.orig_argv[1:]
     if "ipykernel_launcher" in " ".join(arguments):
         return "fedjax_pfl.run in a notebook"
@@ -277,7 +285,7 @@ def write_examples(directory: Path, facts: Mapping[str, Any]) -> None:
 
 
 def check_examples(directory: Path, facts: Mapping[str, Any]) -> None:
-    """Raises UsageError if a run started with other examples, or if data.json is unreadable."""
+    """Raises UsageError if the digest in `facts` is not that of data.json; passes without one."""
     saved_digest = run_reader.read_examples(directory)
     if "digest" not in facts or saved_digest == facts["digest"]:
         return
@@ -315,7 +323,7 @@ def read_plans(directory: Path) -> list[Plan] | None:
 
 
 def traffic(ledger: Ledger) -> dict[str, Any]:
-    """Returns the content of traffic.json: bytes by layer, `down` and `up`, and their totals."""
+    """Returns the content of traffic.json: bytes of all rounds and clients by layer, and totals."""
     return {
         "down": ledger.down,
         "up": ledger.up,

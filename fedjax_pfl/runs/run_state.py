@@ -33,13 +33,13 @@ class Position(NamedTuple):
     evaluate_seconds: float = 0.0  # part of `seconds`
     compile_seconds: float = 0.0  # not part of `seconds`
     checkpoint_seconds: float = 0.0  # not part of `seconds`; without the current checkpoint
-    ledger: Ledger = ledger.empty(0)
-    pending: tuple[dict[str, float], int] = ({}, 0)  # training metrics since the last evaluation
+    ledger: Ledger = ledger.empty(0)  # bytes, dropped and rejected updates so far
+    pending: tuple[dict[str, float], int] = ({}, 0)  # sums of training metrics, and their count
     metrics: tuple[dict[str, Any], ...] = ()  # lines of metrics.jsonl, one per evaluation
-    clients: tuple[dict[str, Any], ...] = ()  # rows of the last evaluation
+    clients: tuple[dict[str, Any], ...] = ()  # scores of each client at the last evaluation
     confusion: Mapping[str, Any] = {}  # confusion matrices of the last evaluation
     best_round: int | None = None  # of this phase, by validation
-    best_score: float | None = None
+    best_score: float | None = None  # mean validation score of that round
 
 
 @dataclasses.dataclass
@@ -47,25 +47,25 @@ class SweepRun:
     """One of the runs that a program computes."""
 
     name: str  # unique in the sweep; empty for a single run
-    settings: ConfigDict
+    settings: ConfigDict  # all settings
     config: dict[str, Any]  # resolved settings as they are saved
-    directory: Path | None = None
-    store: checkpoints.Store | None = None
+    directory: Path | None = None  # None if nothing is written
+    store: checkpoints.Store | None = None  # its checkpoints, if it has a directory
     at: Position = dataclasses.field(default_factory=Position)
-    best: State | None = None
+    best: State | None = None  # at the best round of this phase
     observations: run_directory.Observations = dataclasses.field(default_factory=dict)
-    resumed_at: int | None = None
+    resumed_at: int | None = None  # round
     last_checkpoint_seconds: float = 0.0  # estimates the time of the next checkpoint
-    files: dict[int, list[str]] = dataclasses.field(default_factory=dict)  # rows, by checkpoint
+    files: dict[int, list[str]] = dataclasses.field(default_factory=dict)  # of rows, by round
     reported: set[int] = dataclasses.field(default_factory=set)  # clients reported as not finite
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
-        """Returns the context for writing to the run's directory."""
+        """Returns a context that turns a failure to write to the directory into a UsageError."""
         return run_directory.writing(self.directory, self.store and self.store.steps)
 
 
 def sync_files(sweep_run: SweepRun) -> None:
-    """Cuts the run's files to its current round, and reads the observations up to there."""
+    """Removes later rounds than the current one from metrics.jsonl, and reads the observations."""
     if sweep_run.directory:
         with sweep_run.writing():
             run_directory.write_metrics(sweep_run.directory, list(sweep_run.at.metrics))
@@ -102,7 +102,7 @@ def record_evaluation(
     state: State,
     observed: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:
-    """Adds an evaluation to the run's position. Copies the state if it is the phase's best.
+    """Sets `at` and, if the validation score is the phase's best so far, `best` of the run.
 
     Args:
       experiment: Phases of the run.
@@ -112,7 +112,7 @@ def record_evaluation(
       observed: Arrays that the method exposes of its state, for its diagnostics.
 
     Returns:
-      The line of metrics.jsonl.
+      The line for metrics.jsonl, which is not written yet.
     """
     at, task = sweep_run.at, experiment.federation.task
     active = experiment.phases[at.phase].federation.active
@@ -157,7 +157,7 @@ def record_evaluation(
 def _diagnostics(
     experiment: Experiment, sweep_run: SweepRun, current: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
-    """Returns the fields of `diagnostics.Reading` for an evaluation, or {} if there are none."""
+    """Returns the fields of `diagnostics.Reading` for observations `current`; {} without any."""
     at, phase = sweep_run.at, experiment.phases[sweep_run.at.phase]
     method = METHODS.get(phase.config.algorithm)
     if method is None or not method.diagnostics:
@@ -181,13 +181,13 @@ def _diagnostics(
 
 
 def new_warnings(sweep_run: SweepRun) -> list[str]:
-    """Returns the remarks of the last evaluation that are new."""
+    """Returns the `remarks` in the last line of metrics.jsonl that are not in the line before."""
     *previous, last = [line.get("remarks", []) for line in sweep_run.at.metrics[-2:]]
     return [remark for remark in last if not previous or remark not in previous[0]]
 
 
 def client_table(experiment: Experiment, at: Position) -> list[dict[str, Any]]:
-    """Returns the rows of clients.csv at the end of a run."""
+    """Returns the rows of clients.csv at the end of a run: scores and bytes of each client."""
     evaluated = experiment.phases[-1].inputs.evaluated
     return metrics.client_table(experiment.federation, at.clients, at.ledger, evaluated)
 
@@ -198,7 +198,10 @@ def _is_best(
     validation: Mapping[str, Any] | None,
     best_score: float | None,
 ) -> bool:
-    """Returns True if an evaluation is better than all earlier ones and all clients are finite."""
+    """Returns True if the mean validation score is better than `best_score` and none is NaN.
+
+    `before` and `validation` are summaries of an evaluation; `best_score` is None before the first.
+    """
     score = None if validation is None else validation[f"{metric.name}_mean"]
     if score is None or any(part and part["not_finite"] for part in (before, validation)):
         return False
@@ -208,6 +211,6 @@ def _is_best(
 
 
 def reset(experiment: Experiment, sweep_run: SweepRun) -> None:
-    """Sets a run to the position before the first round."""
+    """Sets `at`, `best` and `resumed_at` of a run to those before the first round."""
     sweep_run.at = Position(ledger=ledger.empty(experiment.federation.clients))
     sweep_run.best = sweep_run.resumed_at = None

@@ -132,7 +132,7 @@ def run_all(
 def _add_references(
     result: Result, settings: ConfigDict, stop: Stop | None, registry: configuration.Registry
 ) -> None:
-    """Trains missing reference runs and writes the report again."""
+    """Trains missing reference runs of a result with `settings`, and writes its report again."""
     assert result.directory is not None
     missing = reference_runs.missing_runs(run_record(result), settings, registry)
     for folder, config in missing.items():
@@ -209,7 +209,7 @@ def _execute(
 ) -> dict[str, Result]:
     """Resumes or starts every run, trains unfinished runs, and writes all records.
 
-    Returns the results by name of the run.
+    Returns the results by name of the run. `experiment` has all runs, in the order of `sweep_runs`.
     """
     end, states = experiment.phases[-1].end, dict[str, State]()
     for i, sweep_run in enumerate(sweep_runs):

@@ -73,7 +73,7 @@ def _sweepable(algorithm: str) -> str:
 
 
 def _parse(text: str) -> dict[str, list[float]]:
-    """Parses "name=1,2; group.name=3,4" into values by setting."""
+    """Parses "name=1,2; group.name=3,4" into values by setting, without repeated values."""
     grid: dict[str, list[float]] = {}
     for part in filter(None, (part.strip() for part in text.split(";"))):
         name, _, values = (piece.strip() for piece in part.partition("="))
@@ -97,7 +97,7 @@ def differing_settings(configs: Sequence[ConfigDict]) -> set[str]:
 
 
 def swept_settings(configs: Sequence[ConfigDict], algorithms: Container[str]) -> list[str]:
-    """Returns the settings that differ between the runs of a phase and that its rounds read.
+    """Returns names of settings that differ between the runs of a phase and that its rounds read.
 
     Raises SeparateRunsError for a setting whose values need different programs. `algorithms` has
     the names of methods, under which a configuration holds their settings.
@@ -127,7 +127,7 @@ def swept_settings(configs: Sequence[ConfigDict], algorithms: Container[str]) ->
 def setting_values(
     configs: Sequence[ConfigDict], names: Sequence[str]
 ) -> dict[str, tuple[Any, ...]]:
-    """Returns the values of settings in each configuration, by name."""
+    """Returns by name the values of settings, such as "pfedla.rate", one for each configuration."""
     leaves = [dict(_leaves(config)) for config in configs]
     return {name: tuple(run_leaves[name] for run_leaves in leaves) for name in names}
 

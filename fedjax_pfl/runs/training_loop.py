@@ -34,10 +34,10 @@ from fedjax_pfl.simulation.streamed import StreamedProgram
 
 
 class Callbacks(NamedTuple):
-    """User functions that are called while a run trains. Returning False ends the run.
+    """User functions that are called while a run trains. If one returns False, the run ends.
 
-    on_round: (name of the run, round, RoundLog).
-    on_evaluation: (name of the run, line of metrics.jsonl).
+    on_round: Called with (name of the run, round, RoundLog); the name of a single run is "".
+    on_evaluation: Called with (name of the run, line of metrics.jsonl).
     """
 
     on_round: Callable[..., Any] | None = None
@@ -48,7 +48,7 @@ NO_CALLBACKS = Callbacks()
 
 
 class Loop(NamedTuple):
-    """Everything that a phase's loop needs besides the state."""
+    """Inputs of the training loop of a phase, besides the state."""
 
     experiment: Experiment
     phase: Phase
@@ -56,16 +56,16 @@ class Loop(NamedTuple):
     sweep_runs: Sequence[SweepRun]
     stop: Stop  # request to stop
     callbacks: Callbacks
-    bar: Any  # tqdm
+    bar: Any  # progress bar of tqdm
 
 
 class Call(NamedTuple):
     """Outcome of one call of the compiled rounds, and of the evaluation after it if one is due."""
 
-    begin: int  # first round
-    end: int  # round after the last
-    logs: tuple[Log, ...]
-    scores: Evaluation | None
+    begin: int  # number of finished rounds before the call
+    end: int  # and after it
+    logs: tuple[Log, ...]  # of each group; axes: runs of a sweep if several, rounds, cohort
+    scores: Evaluation | None  # with a leading axis of runs if several; None if not due
     train_seconds: float
     evaluate_seconds: float
 
@@ -77,13 +77,15 @@ def train(
     stop: Stop,
     callbacks: Callbacks = NO_CALLBACKS,
 ) -> list[State]:
-    """Trains runs of one program to the end of the last phase. Returns the state of each.
+    """Trains runs of one program to the end of the last phase, or until a callback ends them.
+
+    Returns the state of each run.
 
     Args:
       experiment: Phases and examples.
-      sweep_runs: Runs at the same round.
+      sweep_runs: Runs at the same round; their positions and files are updated.
       states: State of each run at this round; None at the start.
-      stop: Asked after every call whether to save and raise Stopped.
+      stop: Read after every compiled call: if set, the runs are saved and Stopped is raised.
       callbacks: User functions.
     """
     for sweep_run in sweep_runs:
@@ -161,7 +163,10 @@ def _compile(loop: Loop, state: State) -> None:
 
 
 def _train_and_evaluate(loop: Loop, state: State) -> tuple[State, Call]:
-    """Runs the rounds up to the next evaluation or checkpoint in one compiled call."""
+    """Runs the rounds up to the next evaluation or checkpoint, and evaluates if due.
+
+    Runs one round only if there is an `on_round`. `state` is of all runs.
+    """
     config, phase, begin = loop.phase.config, loop.phase, loop.sweep_runs[0].at.round
     end = begin + 1 if loop.callbacks.on_round else next_boundary(config, phase.begin, begin)
     start = time.perf_counter()
@@ -181,7 +186,7 @@ def _train_and_evaluate(loop: Loop, state: State) -> tuple[State, Call]:
 
 
 def _record(loop: Loop, sweep_run: SweepRun, i: int, state: State, call: Call) -> None:
-    """Adds a call to run `i`: bytes, seconds, metrics and, if evaluated, its line and warnings."""
+    """Updates position and files of run `i`, and prints its warnings. `state` is of all runs."""
     count, rounds = len(loop.sweep_runs), call.end - call.begin
     logs = _part(call.logs, i, loop.sweep_runs)
     messages = list(metrics.rejections(logs, call.begin, rounds))
@@ -207,7 +212,7 @@ def _record(loop: Loop, sweep_run: SweepRun, i: int, state: State, call: Call) -
 
 
 def _call_back(loop: Loop, sweep_run: SweepRun, i: int, call: Call) -> bool:
-    """Calls the user's functions. Returns True if one of them ended the run."""
+    """Calls the user's functions for run `i`. Returns True if one of them returned False."""
     results = []
     if loop.callbacks.on_round:
         logs = _part(call.logs, i, loop.sweep_runs)
@@ -236,7 +241,8 @@ def _report_progress(loop: Loop, call: Call) -> None:
 def _save_if_due(loop: Loop, state: State, call: Call, is_ended: bool) -> tuple[int, bool]:
     """Saves checkpoints if they are due, or if the run stops here.
 
-    Returns the exit status of a requested stop, 0 if there is none, and whether the run is ended.
+    `is_ended` is True if a callback of this process ended the run. Returns the exit status of a
+    requested stop, 0 if there is none, and True if a callback of any process ended the run.
     """
     config, rounds, exit_status = loop.phase.config, call.end - loop.phase.begin, 0
     if config.checkpoint_every:
@@ -263,14 +269,14 @@ def _decide(requests: Sequence[tuple[int, bool, bool]]) -> tuple[int, bool, bool
 
 
 def _stack(states: Sequence[State]) -> State:
-    """Returns the state of several runs, with their axis in front; of one run, its own state."""
+    """Returns the states of several runs as one, with a leading axis; a single state as it is."""
     if len(states) == 1:
         return states[0]
     return jax.tree.map(lambda *leaves: np.stack(leaves), *states)
 
 
 def _part(tree: PyTree, i: int, sweep_runs: Sequence[SweepRun]) -> PyTree:
-    """Returns run `i` of a tree of NumPy arrays."""
+    """Returns row `i` of NumPy arrays with a leading axis of runs; of one run, the tree itself."""
     return tree if len(sweep_runs) == 1 else trees.row(tree, i)
 
 
@@ -279,5 +285,5 @@ _compiled_row = jax.jit(trees.row)
 
 
 def _state_of(state: PyTree, i: int, sweep_runs: Sequence[SweepRun]) -> PyTree:
-    """Returns run `i` of a state on the devices."""
+    """Returns row `i` of device arrays with a leading axis of runs; of one run, the tree itself."""
     return state if len(sweep_runs) == 1 else _compiled_row(state, np.int32(i))

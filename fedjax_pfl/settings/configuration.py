@@ -32,7 +32,8 @@ TASKS: dict[str, Callable[..., Any]] = {"auto": task.infer_task, **task.TASKS}
 
 
 class Registry(NamedTuple):
-    """Factories by name; each field is the setting that selects among them."""
+    """Factories by name for each kind of component. A field has the name of the setting
+    that selects one of its factories."""
 
     algorithm: Mapping[str, Callable[..., Any]] = ALGORITHMS
     dataset: Mapping[str, Callable[..., Any]] = DATASETS
@@ -67,7 +68,7 @@ _ALIASES = {
 
 
 def factory_settings(factory: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the settings of a factory with their defaults; None becomes a typed placeholder."""
+    """Returns defaults of a factory's settings by name; a typed placeholder instead of None."""
     if dataclasses.is_dataclass(factory):
         defaults = {f.name: f.default for f in dataclasses.fields(factory) if f.name not in _PASSED}
     else:
@@ -87,7 +88,7 @@ def factory_settings(factory: Callable[..., Any]) -> dict[str, Any]:
 
 
 def meanings(factory: Callable[..., Any]) -> dict[str, str]:
-    """Returns the meaning of each setting of a factory, from the `Args:` of its docstring.
+    """Returns the meaning of each setting of a factory by name, from `Args:` of its docstring.
 
     A subclass inherits the meanings of its base classes.
     """
@@ -102,7 +103,7 @@ def meanings(factory: Callable[..., Any]) -> dict[str, str]:
 
 
 def component_name(config: Mapping[str, Any], kind: str) -> str:
-    """Returns the name that the setting `kind` selects; for a dataset, without its path."""
+    """Returns the value of the setting `kind` (a field of `Registry`); no path of a dataset."""
     return data.source_name(config[kind]) if kind == "dataset" else config[kind]
 
 
@@ -164,7 +165,7 @@ def setting_hint(key: Any, config: ConfigDict, prefix: str = "") -> str:
 
 
 def complete(changes: Mapping[str, Any], registry: Registry = BUILTINS) -> ConfigDict:
-    """Returns the defaults with changes; raises UsageError for an unknown setting."""
+    """Returns the defaults with `changes`, nested. Raises UsageError as `override` does."""
     config = default(registry)
     override(config, changes)
     return config
@@ -228,7 +229,7 @@ def setting_type(config: ConfigDict, name: str) -> type:
 
 
 def phases(config: ConfigDict, registry: Registry = BUILTINS) -> list[ConfigDict]:
-    """Returns the configuration of each phase, at least one, in order."""
+    """Returns all settings of each phase in order; there is at least one phase."""
     configs = []
     for number, changes in enumerate(list(config.phases) or [{}]):
         phase = config.copy_and_resolve_references()
@@ -245,7 +246,7 @@ def phases(config: ConfigDict, registry: Registry = BUILTINS) -> list[ConfigDict
 
 
 def groups(config: ConfigDict, registry: Registry = BUILTINS) -> list[ConfigDict]:
-    """Returns the configuration of each architecture group, at least one, in order."""
+    """Returns all settings of each architecture group; there is at least one group."""
     configs = []
     for number, changes in enumerate(config.groups or [{}]):
         if not isinstance(changes, Mapping) or not set(changes) <= {"model", *registry.model}:
@@ -263,7 +264,7 @@ def groups(config: ConfigDict, registry: Registry = BUILTINS) -> list[ConfigDict
 
 
 def resolve(config: ConfigDict, registry: Registry = BUILTINS) -> dict[str, Any]:
-    """Returns a configuration as plain data, with only the sub-configs that it uses."""
+    """Returns a configuration as nested dicts, without settings of unselected components."""
     all_settings = config.copy_and_resolve_references().to_dict()
     configs = [group for phase in phases(config, registry) for group in groups(phase, registry)]
     used = {component_name(group, kind) for group in configs for kind in registry._fields}
@@ -272,24 +273,21 @@ def resolve(config: ConfigDict, registry: Registry = BUILTINS) -> dict[str, Any]
 
 
 class PhaseSpecification(NamedTuple):
-    """Validated settings of one phase."""
+    """All settings of one phase, validated and immutable; `phases` and `groups` are empty."""
 
     settings: ConfigDict
-    groups: tuple[ConfigDict, ...]  # one per architecture, at least one
+    groups: tuple[ConfigDict, ...]  # settings of each client group, at least one
 
 
 class Specification(NamedTuple):
-    """Validated settings of a run and of its phases."""
+    """All settings of a run, validated and immutable; `phases` and `groups` are empty in them."""
 
     settings: ConfigDict
-    phases: tuple[PhaseSpecification, ...]
+    phases: tuple[PhaseSpecification, ...]  # at least one
 
 
 def specify(config: ConfigDict, registry: Registry = BUILTINS) -> Specification:
-    """Validates a configuration; raises UsageError for the first invalid setting.
-
-    Code that builds from a specification need not check a setting again.
-    """
+    """Validates a configuration by phase; raises UsageError for the first invalid setting."""
     defaults = default(registry)
     specified = []
     for number, phase in enumerate(phases(config, registry)):
@@ -312,14 +310,14 @@ def specify(config: ConfigDict, registry: Registry = BUILTINS) -> Specification:
 
 
 def _frozen(config: ConfigDict) -> ConfigDict:
-    """Returns an immutable copy without phases and groups, which a specification holds itself."""
+    """Returns an immutable copy in which the settings `phases` and `groups` are empty."""
     copy = config.copy_and_resolve_references()
     copy.update(phases=(), groups=())
     return FrozenConfigDict(copy)
 
 
 def _check_values(config: ConfigDict, prefix: str) -> None:
-    """Raises UsageError for a value outside of its bounds or choices."""
+    """Raises UsageError for a value out of bounds. Its message has the name after `prefix`."""
     for name, setting in SETTINGS.items():
         value = config[name]
         if bound := setting.limits.violation(value):
@@ -383,7 +381,7 @@ def _check_types(config: ConfigDict, defaults: ConfigDict, prefix: str) -> None:
 
 
 def _check_network(config: ConfigDict, registry: Registry, prefix: str) -> None:
-    """Raises UsageError for a size of a built-in network that is not positive or too large."""
+    """Raises UsageError for a setting of the selected built-in network out of its bounds."""
     if registry.model[config.model] is not MODELS.get(config.model):
         return
     for key, value in config.get(config.model, ConfigDict()).items():

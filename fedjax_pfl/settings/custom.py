@@ -29,7 +29,7 @@ _PARAMS = {"layer": {"kernel": np.zeros((2, 3), np.float32), "bias": np.zeros(3,
 
 
 class UserComponents(TypedDict, total=False):
-    """Components that a user can pass, by argument of `fedjax_pfl.run`."""
+    """Components that a user can pass, by argument of `fedjax_pfl.run`, which describes them."""
 
     dataset: Dataset | None
     algorithm: Factory | None
@@ -107,7 +107,12 @@ def _register_factory(
 ) -> Registry:
     """Returns the registry with a method, network or task, and adds its name to the settings.
 
-    `component` is the argument of `register`; None if the settings may name it as MODULE:NAME.
+    Args:
+      registry: Components by name.
+      settings: Settings in nested dicts, changed in place.
+      kind: "algorithm", "model" or "task".
+      component: The argument `kind` of `register`. If None, the settings may name it as
+        MODULE:NAME; if they do not, the registry is returned unchanged.
     """
     path = settings.get(kind)
     if isinstance(path, str) and ":" in path:
@@ -141,14 +146,14 @@ def _register_factory(
 
 
 def _selected(kind: str, settings: Mapping[str, Any]) -> list[Any]:
-    """Returns the names that settings and their phases, not validated yet, select."""
+    """Returns the values of the setting `kind` in the settings and each phase, not validated."""
     phases = settings.get("phases")
     parts = (settings, *(phases if isinstance(phases, (list, tuple)) else ()))
     return [part[kind] for part in parts if isinstance(part, Mapping) and kind in part]
 
 
 def _imported(kind: str, path: str) -> Any:
-    """Returns the object at MODULE:NAME."""
+    """Returns the object at `path`, MODULE:NAME; `kind` is the setting, for the error message."""
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
@@ -158,7 +163,10 @@ def _imported(kind: str, path: str) -> Any:
 
 
 def _optimizer(kind: str, optimizer: Any) -> tuple[str, Callable[..., Any]]:
-    """Returns a name for a user's optimiser, from its content, and its factory."""
+    """Returns a name for an optax optimiser, made from its content, and a factory that returns it.
+
+    `kind` is "optimizer" (of the clients) or "server_optimizer". The factory ignores its argument.
+    """
     if not isinstance(optimizer, optax.GradientTransformation):
         raise UsageError(
             f"{kind}= must be an optax optimiser, such as optax.adamw(1e-3), got {optimizer!r}; "
@@ -195,16 +203,17 @@ def _content(value: Any) -> str:
 
 
 def _cell_contents(cell: Any) -> Any:
+    """Returns the value in a cell of a closure, or None if it is empty."""
     try:
         return cell.cell_contents
-    except ValueError:  # an empty cell
+    except ValueError:
         return None
 
 
 def _check_name(kind: str, name: str, advice: str) -> str:
-    """Returns the name of a component; raises UsageError if a configuration cannot use it.
+    """Returns `name`; raises UsageError if it is no identifier, or a built-in or setting has it.
 
-    The advice in the message tells how to choose another name.
+    `kind` is that of the component, such as "model"; `advice` ends the message after "use".
     """
     if not str(name).isidentifier():
         raise UsageError(f"{name!r} cannot name the {kind} in a configuration; use {advice}")
@@ -216,7 +225,7 @@ def _check_name(kind: str, name: str, advice: str) -> str:
 
 
 def dataset_digest(dataset: Dataset) -> str:
-    """Returns a digest of all fields of a dataset except its name."""
+    """Returns 16 hexadecimal digits, a digest of all fields of a dataset except its name."""
     sha = hashlib.sha256()
     for field in dataset._fields[1:]:
         value = getattr(dataset, field)
@@ -231,7 +240,11 @@ def dataset_digest(dataset: Dataset) -> str:
 
 
 def _source(dataset: Dataset) -> Callable[..., Dataset]:
-    """Returns a source of the examples with one setting, their digest."""
+    """Returns a factory (sample_rows, *, digest) that returns this dataset.
+
+    It raises UsageError if `digest` is not that of the examples, or if `sample_rows(number)`, which
+    selects a fraction of so many rows, returns anything but None.
+    """
     content = dataset_digest(dataset)
 
     def source(sample_rows: Any, *, digest: str = content) -> Dataset:
@@ -274,9 +287,10 @@ def _code_of(value: Any) -> types.CodeType | None:
 
 
 def _with_digest(name: str, factory: Callable[..., Any], content: str) -> Factory:
-    """Returns a factory with one more setting, `digest`, which identifies its code.
+    """Returns `factory` with one more setting, `digest`, whose default is `content`.
 
-    The new factory raises UsageError if the setting differs from `content`, the digest of the code.
+    `content` is the digest of its code. The new factory raises UsageError if `digest` differs.
+    `name` is the name of the factory, for messages.
     """
     signature = inspect.signature(factory)
     if "digest" in signature.parameters:
@@ -299,12 +313,13 @@ def _with_digest(name: str, factory: Callable[..., Any], content: str) -> Factor
 
 
 def _code_text(code: types.CodeType) -> str:
-    """Returns code as text that is the same in every process."""
+    """Returns bytecode, names and constants as text that is the same in every process."""
     constants = [_constant_text(constant) for constant in code.co_consts]
     return f"{code.co_code!r}{code.co_names}{code.co_varnames}{constants}"
 
 
 def _constant_text(value: Any) -> str:
+    """Returns a constant of bytecode as text that is the same in every process."""
     if isinstance(value, types.CodeType):
         return _code_text(value)
     # The order of a set differs between processes.

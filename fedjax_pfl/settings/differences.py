@@ -10,14 +10,14 @@ from fedjax_pfl.settings.general import settings_with
 def differences(
     old: Mapping[str, Any], new: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Returns the settings in which two resolved configurations differ, with both values.
+    """Returns a line such as "clients (10 there, 20 here)" for each setting that differs.
 
     Settings that may change when a run is resumed are ignored.
 
     Args:
-      old: The configuration of a run directory. A setting that it lacks, because the library did
-        not have it yet, has its default value.
-      new: The configuration to resume with.
+      old: The resolved configuration of a run directory. A setting that it lacks, because the
+        library did not have it yet, has its default value.
+      new: The resolved configuration to resume with.
       defaults: Defaults of all settings; None for the library's defaults.
     """
     lines: list[str] = []
@@ -36,7 +36,10 @@ def differences(
 
 
 def _changed_rounds(old: Sequence[Any], new: Sequence[Any]) -> list[str]:
-    """Returns a line for each phase with other rounds, or nothing if phases differ in more."""
+    """Returns a line for each phase with other `rounds`; [] if phases differ in other settings.
+
+    `old` and `new` are values of the setting `phases`: a mapping per phase.
+    """
     if list(map(_without_rounds, old)) != list(map(_without_rounds, new)):
         return []
     pairs = enumerate((a.get("rounds"), b.get("rounds")) for a, b in zip(old, new, strict=True))
@@ -48,10 +51,13 @@ def obstacle(
 ) -> str:
     """Returns why a run cannot be resumed with another configuration, or "" if it can.
 
+    It can if settings that may change differ, or if only rounds are added at the end.
+
     Args:
       old: Resolved configuration that the run started with.
       new: Resolved configuration to resume it with.
-      fixed_length_reason: Returns why more rounds would change the rounds so far, or "".
+      fixed_length_reason: Function that returns why more rounds would change the finished rounds
+        (as with a schedule over all rounds), or "".
     """
     changes = differences(old, new)
     reason = ""
@@ -65,9 +71,10 @@ def obstacle(
 
 
 def only_adds_rounds(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Returns True if a configuration differs from the old one only by more rounds at the end."""
+    """Returns True if two resolved configurations differ only by more rounds of the last phase."""
 
     def same_rounds(settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the settings with 1 for `rounds` and no rounds in the phases."""
         return {
             **settings,
             "rounds": 1,

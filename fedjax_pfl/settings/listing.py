@@ -24,12 +24,12 @@ KINDS = ("settings", *TABLES)
 
 
 def listing(kind: str) -> str:
-    """Returns a listing of one of `KINDS`, at most 100 columns wide."""
+    """Returns a listing of "settings", "methods", "datasets", "partitions", "models" or "tasks"."""
     return "\n".join(_settings() if kind == "settings" else _factories(kind, *TABLES[kind]))
 
 
 def command_help(method: str) -> str:
-    """Returns the text for --help: general settings and the settings of a method."""
+    """Returns the text for --help: general settings and those of `method`, a name as "fedavg"."""
     table = {method: configuration.ALGORITHMS[method]}
     method_settings = "\n".join(_factories("methods", "algorithm", table))
     hint = "Other methods, datasets, partitions and models: fedjax-pfl list"
@@ -63,7 +63,8 @@ def _settings() -> Iterator[str]:
 def _factories(kind: str, setting: str, table: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
     """Yields lines with factories, their descriptions and their settings.
 
-    `kind` is the title, such as "methods"; `setting` selects a factory, such as "algorithm".
+    `kind` is the title, such as "methods"; `setting` selects a factory, such as "algorithm";
+    `table` has the factories by name.
     """
     defaults = configuration.default()
     per_module = Counter(factory.__module__ for factory in table.values())

@@ -54,6 +54,7 @@ def _check_effect(
 ) -> None:
     """Raises UsageError for a setting in `changes` that none of the configurations uses.
 
+    `changes` are nested settings that the user gave; `configs` are complete configurations.
     `prefix` is the path of the settings for messages, such as "phases[0].".
     """
     for name, values in changes.items():
@@ -70,7 +71,11 @@ def _check_effect(
 
 
 def _check_condition(name: str, value: Any, configs: Sequence[ConfigDict], prefix: str) -> None:
-    """Raises UsageError for a setting whose condition (`used_with`) holds in no configuration."""
+    """Raises UsageError for a setting that depends on another one, which has no such value.
+
+    Only if `value` is not its default. `configs` are complete configurations; the condition,
+    `Setting.used_with`, must hold in one of them. `prefix` is as in `_check_effect`.
+    """
     setting = SETTINGS[name]
     value = tuple(value) if isinstance(value, list) else value
     if value == setting.default_value or any(setting.is_used(config.get) for config in configs):
@@ -84,7 +89,9 @@ def _check_condition(name: str, value: Any, configs: Sequence[ConfigDict], prefi
 
 
 def check_owners(dataset: Dataset | None, configs: Iterable[ConfigDict]) -> None:
-    """Raises UsageError if the examples have owners and no partition uses them."""
+    """Raises UsageError if each example names its owner and no configuration has the partition
+    "natural", in which an owner is a client. `dataset` is user-defined; None passes.
+    """
     partitions = dict.fromkeys(config.partition for config in configs)
     if dataset is not None and dataset.owner_train is not None and "natural" not in partitions:
         raise UsageError(
@@ -94,7 +101,7 @@ def check_owners(dataset: Dataset | None, configs: Iterable[ConfigDict]) -> None
 
 
 def nested(paths: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings by dotted name as nested groups, without items of lists (phases[0].x)."""
+    """Returns settings by name, such as "pfedla.rate", as nested dicts. Omits those with "["."""
     settings: dict[str, Any] = {}
     for path, value in paths.items():
         if "[" not in path:

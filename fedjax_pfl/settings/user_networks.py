@@ -54,6 +54,7 @@ def user_network(name: str, network: Any, digest: str) -> Callable[..., UserNetw
     accepted, defaults = _signature(name, network)
 
     def factory(*, outputs: int, **settings: Any) -> UserNetwork:
+        """Returns the network with other values of its arguments; `outputs` only if it takes it."""
         facts = {**settings, "digest": digest}
         arguments = settings | ({"outputs": outputs} if "outputs" in accepted else {})
         if isinstance(network, nn.Module):
@@ -102,7 +103,7 @@ def _is_nnx_class(value: Any) -> bool:
 
 
 def _check_module(name: str, module: Any, kind: type) -> Any:
-    """Returns the module; raises UsageError if it is of another kind."""
+    """Returns `module`; raises UsageError, with the network's `name`, if it is of another kind."""
     if isinstance(module, kind):
         return module
     if _is_nnx(module):
@@ -111,9 +112,11 @@ def _check_module(name: str, module: Any, kind: type) -> Any:
 
 
 def _signature(name: str, network: Any) -> tuple[set[str], Mapping[str, Any]]:
-    """Returns the arguments that a network accepts, and its settings with their defaults.
+    """Returns the names of the arguments of a network, and the defaults of its settings by name.
 
-    Settings are the arguments of a plain type that the library does not pass itself.
+    Arguments of a linen module are its fields. Settings are those whose default is a bool, number,
+    string or tuple and that the library does not pass itself. Raises UsageError, with the network's
+    `name`, for another argument without a default.
     """
     defaults: dict[str, Any] = {}
     empty = inspect.Parameter.empty

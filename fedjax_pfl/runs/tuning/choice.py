@@ -18,10 +18,10 @@ from fedjax_pfl.simulation.metrics import mean_std
 
 
 class PointResult(NamedTuple):
-    """A point of a method's grid and its finished runs."""
+    """A point of a method's grid, a combination of values, and its finished runs, one per seed."""
 
     point: Point  # values of the tuned settings, by name
-    config: ConfigDict  # of the first seed
+    config: ConfigDict  # all settings of the run with the first seed
     runs: Mapping[int, Run]  # by seed
     seeds: int  # planned number of runs
 
@@ -44,12 +44,12 @@ def score(run: Run) -> float:
 
 
 def spread(result: PointResult) -> dict[str, Any]:
-    """Returns `mean_std` of the validation score over the finished seeds."""
+    """Returns `mean` and sample deviation `std` of the validation score over the finished seeds."""
     return mean_std([score(run) for run in result.runs.values()])
 
 
 def sign(result: PointResult) -> int:
-    """Returns 1 if a higher score is better, else -1."""
+    """Returns 1 if a higher score is better, else -1; 1 without finished runs."""
     runs = list(result.runs.values())
     return 1 if not runs or metric_of(runs[0].metrics).higher_is_better else -1
 
@@ -71,7 +71,7 @@ def ranked(results: Sequence[PointResult]) -> list[PointResult]:
 
 
 def best_point(results: Sequence[PointResult]) -> PointResult | None:
-    """Returns the best point, or None if runs are missing or no score is finite."""
+    """Returns a method's best point, or None if any point lacks runs or no score is finite."""
     if not results or not all(result.complete for result in results):
         return None
     best = ranked(results)[0]
@@ -79,7 +79,9 @@ def best_point(results: Sequence[PointResult]) -> PointResult | None:
 
 
 def close(best: PointResult, results: Sequence[PointResult]) -> list[PointResult]:
-    """Returns points whose distance to the best one is within its deviation over seeds."""
+    """Returns the other points whose mean distance to the best one, over the seeds, is at most the
+    sample standard deviation of this distance. Empty with one seed.
+    """
     ties = []
     for result in results:
         leads = [score(run) - score(result.runs[seed]) for seed, run in best.runs.items()]
@@ -92,7 +94,8 @@ def close(best: PointResult, results: Sequence[PointResult]) -> list[PointResult
 def edges(best: Point, points: Sequence[Point]) -> list[str]:
     """Returns notes on settings of the best point whose value is the smallest or largest tried.
 
-    A point maps settings to values. Omits values that cannot be smaller: 0, or a count of 1.
+    A point maps settings to values; `points` are all of the grid. Omits settings with one number,
+    and smallest values that cannot be smaller: 0, or a count of 1.
     """
     notes = []
     for name, value in best.items():
@@ -107,7 +110,7 @@ def edges(best: Point, points: Sequence[Point]) -> list[str]:
 
 
 def is_still_rising(run: Run) -> bool:
-    """Returns True if the last of several evaluations is the best."""
+    """Returns True if a run has several evaluations and the last has the best validation score."""
     last = run.metrics[-1]
     return len(run.metrics) > 1 and last.get("best_round") == last["round"]
 
@@ -118,9 +121,12 @@ def is_number(value: Any) -> bool:
 
 
 def preset(best: Mapping[str, PointResult], remarks: Mapping[str, str], header: str) -> str:
-    """Returns the code of a configuration file with a preset for each method.
+    """Returns the Python code of a configuration file with a preset for each method.
 
-    The comment at the top has the header and a remark on each method.
+    Args:
+      best: Best point of each method.
+      remarks: Comment on each method.
+      header: Text of the comment at the top, before the remarks.
     """
     changed = {method: changed_settings(result.config) for method, result in best.items()}
     tuned = {name.partition(".")[0] for result in best.values() for name in result.point}
@@ -150,7 +156,10 @@ def preset(best: Mapping[str, PointResult], remarks: Mapping[str, str], header: 
 def changed_settings(
     config: ConfigDict, registry: configuration.Registry = configuration.BUILTINS
 ) -> dict[str, Any]:
-    """Returns the used settings that differ from the defaults, except settings of the machine."""
+    """Returns, in nested dicts, settings of selected components that differ from their defaults.
+
+    Omits settings that may change when a run is resumed, such as `devices`.
+    """
     resolved = configuration.resolve(config, registry)
     defaults = configuration.default(registry).to_dict()
     machine = settings_with("resumable")

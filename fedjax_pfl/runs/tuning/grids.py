@@ -28,7 +28,7 @@ def grids(
     methods: Sequence[str],
     registry: configuration.Registry = configuration.BUILTINS,
 ) -> dict[str, Grid]:
-    """Parses the grid of each method.
+    """Returns the values of each setting to tune, by method.
 
     A key is a training setting, for all methods, or METHOD.SETTING for one method. SETTING is a
     setting of the method, or a training setting whose values replace those for all methods.
@@ -54,7 +54,7 @@ def grids(
 
 
 def _parse(texts: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yields each key with its values as text."""
+    """Yields each key of "KEY=VALUE,VALUE; KEY=VALUE" with its values as text."""
     for part in filter(None, (part.strip() for text in texts for part in text.split(";"))):
         key, _, values = part.partition("=")
         value_texts = [text.strip() for text in values.split(",")]
@@ -70,7 +70,9 @@ def _method_and_name(
 ) -> tuple[str | None, str]:
     """Returns the method of a grid's key, None for all methods, and the name of the setting.
 
-    `methods` are those to tune, `registered` all methods.
+    The name is such as "pfedla.rate", or "learning_rate" for a training setting. Raises UsageError
+    for an unknown key. `methods` are those to tune, `registered` all methods; `defaults` has all
+    settings.
     """
     group, _, last = key.rpartition(".")
     if not group and last in TRAINING:
@@ -94,7 +96,10 @@ def _method_and_name(
 def _unknown_key(
     key: str, methods: Sequence[str], defaults: ConfigDict, registered: Container[str]
 ) -> UsageError:
-    """Returns the error for a key that is no training setting and no METHOD.SETTING."""
+    """Returns the error for a key that is no training setting and no METHOD.SETTING.
+
+    Arguments are as for `_method_and_name`.
+    """
     top = key.partition(".")[0]
     if top in settings_with("budget"):
         return UsageError(
@@ -113,7 +118,7 @@ def _unknown_key(
 
 
 def _value(defaults: ConfigDict, name: str, text: str) -> Any:
-    """Parses a value of a setting; it has the type of its default."""
+    """Parses a value of the setting `name`: of the type of its default, or "unset" for None."""
     kind = configuration.setting_type(defaults, name)
     if kind not in (bool, int, float, str):
         raise UsageError(f"{name} is a {kind.__name__}, which cannot be tuned; set it instead")
@@ -131,7 +136,7 @@ def _value(defaults: ConfigDict, name: str, text: str) -> Any:
 
 
 def points(method: str, grid: Grid) -> list[Point]:
-    """Returns all combinations of values; the values of the last setting vary fastest."""
+    """Returns all combinations of a grid's values, at most 1,000. The last varies fastest."""
     if (count := math.prod(map(len, grid.values()))) > _MAX_POINTS:
         raise UsageError(f"the grid of {method} has {count} points; use at most {_MAX_POINTS}")
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
@@ -140,7 +145,7 @@ def points(method: str, grid: Grid) -> list[Point]:
 def equal(
     points_of: Mapping[str, Sequence[Point]], budget: int | None, seed: int
 ) -> dict[str, list[Point]]:
-    """Returns the same number of points for each method.
+    """Returns the points to run of each method: the same number, so far as grids are large enough.
 
     Args:
       points_of: All points of each method.
@@ -167,7 +172,7 @@ def sample(points: Sequence[Point], count: int, seed: int) -> list[Point]:
     """Samples points without replacement. Returns them in grid order.
 
     Points are ranked by a digest of their values and the seed. Methods with the same grid get the
-    same points, and a larger count keeps the points of a smaller one.
+    same points, and a larger count keeps the points of a smaller one; it may exceed their number.
     """
     order = sorted(range(len(points)), key=lambda i: _digest(points[i], seed))
     return [points[i] for i in sorted(order[:count])]
@@ -179,7 +184,10 @@ def _digest(point: Point, seed: int) -> str:
 
 
 def apply(config: ConfigDict, point: Point) -> ConfigDict:
-    """Returns a configuration with the values of a point. Steps replace epochs and vice versa."""
+    """Returns a copy of a configuration with the values of a point.
+
+    If it sets `local_steps`, `local_epochs` becomes unset, and vice versa.
+    """
     changed = configuration.with_values(config, point)
     for name, replaced in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):
         if point.get(name) is not None and replaced not in point:
@@ -188,13 +196,13 @@ def apply(config: ConfigDict, point: Point) -> ConfigDict:
 
 
 def label(point: Point) -> str:
-    """Formats a point for readers."""
+    """Formats a point as "learning_rate=0.1, pfedla.rate=1"; "as configured" if it is empty."""
     pairs = (f"{name}={format_value(value)}" for name, value in point.items())
     return ", ".join(pairs) or "as configured"
 
 
 def format_value(value: Any) -> str:
-    """Formats a value in the format of a grid."""
+    """Formats a value as in the text of a grid: None as "unset", True as "true"."""
     if value is None:
         return "unset"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -33,13 +33,15 @@ def tune(
     runs_per_program: int | None = None,
     **components: Unpack[custom.UserComponents],
 ) -> dict[str, dict[str, Any]]:
-    """Runs a grid search, like the command `tune`.
+    """Trains every point of a grid, and selects the best of each method by validation score.
 
-    With user-defined components no tuned.py is written, because commands cannot load them.
+    Writes tables and a page to `out`, and presets to tuned.py, like the command `tune`. With
+    user-defined components no tuned.py is written, because commands cannot load them.
 
     Args:
       config: Settings of all methods, as for `fedjax_pfl.run`.
-      grid: Values by setting, such as {"learning_rate": [0.1, 0.01], "fedavgm.beta": [0.5, 0.9]}.
+      grid: Values by setting, such as {"learning_rate": [0.1, 0.01], "fedavgm.beta": [0.5, 0.9]}. A
+        point is a combination of one value of each.
       out: Folder of the runs and of the report.
       methods: Methods to tune. Default: the method of the configuration.
       seeds: Number of seeds. Default: the setting `seeds`.
@@ -50,7 +52,8 @@ def tune(
       **components: User-defined components, as for `fedjax_pfl.run`.
 
     Returns:
-      The selected settings by method. Pass them to `fedjax_pfl.run` with another seed.
+      The selected settings by method, nested, without the seed: pass them to `fedjax_pfl.run` with
+      another one. A method is missing if one of its runs is, or if no score is finite.
     """
     counts = {
         "seeds": seeds,
@@ -92,7 +95,7 @@ def tune(
 
 
 def _grid_text(key: str, values: Sequence[Any]) -> str:
-    """Returns a setting and its values in the format of the command."""
+    """Returns a setting and its values as "KEY=VALUE,VALUE"."""
     if isinstance(values, str) or not isinstance(values, Iterable) or not list(values):
         raise UsageError(f"the grid has {values!r} for {key}; give a list of values")
     return f"{key}={','.join(map(grids.format_value, values))}"
@@ -116,11 +119,11 @@ def plan(
     registry: Registry = BUILTINS,
     as_preset: bool = False,
 ) -> list[Trial]:
-    """Returns the points of each method. Raises UsageError if methods cannot be compared.
+    """Returns the points to run of each method. Raises UsageError if methods cannot be compared.
 
     Args:
-      configs: Configuration of each method; the number of rounds is changed in place.
-      texts: Grids in the format of the command.
+      configs: Configuration of each method; `rounds`, `phases` and `eval_every` change in place.
+      texts: Grids, each "KEY=VALUE,VALUE; KEY=VALUE,VALUE".
       rounds: Rounds of the first method's runs; other methods' rounds change in proportion.
         None: as configured.
       budget: Number of points to sample for each method. None: all.
@@ -161,16 +164,18 @@ def run_search(
     only_show: bool = False,
     form: str = "text",
 ) -> int:
-    """Runs a grid search, prints the results and writes them. Returns the exit status.
+    """Runs a grid search, prints the results and writes them.
+
+    Returns the exit status: 0, or that of a stop that was requested.
 
     Args:
       planned: Result of `plan`.
       seeds: Number of seeds.
       out: Folder of the runs and of the results.
       texts: Grids, for the header of tuned.py.
-      budget: Number of points that were sampled.
+      budget: Number of points that were to be sampled for each method. None: all.
       max_runs: Largest number of runs in one program. None: no limit.
-      only_show: True to print the results of finished runs only.
+      only_show: True to train and write nothing: prints the results of finished runs.
       form: Format to print: "text", "markdown" or "csv".
     """
     status = 0
@@ -203,7 +208,10 @@ def run_search(
 
 
 def format_results(results: Results, lines: Sequence[str], form: str) -> str:
-    """Formats results, heading and notes (`lines`) as "text", "markdown" or "csv"."""
+    """Formats results as `form`, which is "text", "markdown" or "csv".
+
+    `lines` are the heading and the notes, which CSV leaves out.
+    """
     if form == "csv":
         return show.as_csv(results)
     head, *notes = lines
@@ -217,9 +225,9 @@ def format_results(results: Results, lines: Sequence[str], form: str) -> str:
 
 
 def _preset(results: Results, lines: Sequence[str], header: str) -> str | None:
-    """Returns the content of tuned.py, or None if a method has no best point.
+    """Returns the content of tuned.py, presets with the best points; None if a method has none.
 
-    Its comment has the header, a description of the grid, and the lines of heading and notes.
+    Its comment has `header`, a description of the grid, and `lines`, the heading and the notes.
     """
     metric = show.metric_in(results)
     unit = " %" if metric.unit == "%" else ""
@@ -236,9 +244,10 @@ def _preset(results: Results, lines: Sequence[str], header: str) -> str | None:
 
 
 def _write(results: Results, lines: Sequence[str], code: str | None, out: Path) -> None:
-    """Writes all files of the results, and removes those that only an earlier grid had.
+    """Writes tune.txt, .md, .csv, .png and .html and tuned.py to `out`.
 
-    `lines` are heading and notes; `code` is the content of tuned.py, or None.
+    `lines` are heading and notes; `code` is the content of tuned.py. If it is None, or if there is
+    nothing to draw, removes this file of an earlier search.
     """
     picture = show.draw_scores(results)
     texts = {form: format_results(results, lines, form) + "\n" for form in FORMATS}

@@ -34,7 +34,7 @@ def metric_in(results: Results) -> Metric:
 
 
 def tables(results: Results) -> list[Table]:
-    """Returns one table per method with its points by score."""
+    """Returns a table per method: a row per point, from best to worst, and the best one marked."""
     metric = metric_in(results)
     return [
         Table(
@@ -54,7 +54,9 @@ def tables(results: Results) -> list[Table]:
 
 
 def _cells(result: PointResult, metric: Metric) -> list[str]:
-    """Returns score, best rounds, seeds and rounds of a point as text."""
+    """Returns four cells: mean score ± deviation over seeds, best round of each seed, number of
+    finished seeds, and rounds trained.
+    """
     if not result.runs:
         return ["not run", "", "", ""]
     last_lines = [run.metrics[-1] for run in result.runs.values()]
@@ -67,7 +69,10 @@ def _cells(result: PointResult, metric: Metric) -> list[str]:
 def head(
     results: Results, seeds: int, configs: Mapping[str, ConfigDict], registry: Registry = BUILTINS
 ) -> str:
-    """Returns the heading: definition of the score, and the budget of each method."""
+    """Returns the heading: definition of the score, and the budget of each method.
+
+    `seeds` is the number of seeds; `configs` has the configuration of each method.
+    """
     metric = metric_in(results)
     counts = [
         _count(map(len, results.values()), "point"),
@@ -98,7 +103,8 @@ def _count(numbers: Iterable[int], noun: str) -> str:
 def notes(results: Results, grid_sizes: Mapping[str, int], budget: int | None) -> list[str]:
     """Returns warnings about the selected points and missing runs.
 
-    `grid_sizes` has the number of points of each method's full grid.
+    `grid_sizes` has the number of points of each method's full grid. `budget` is the number of
+    points to sample for each method; None: all.
     """
     lines = []
     for method, points in results.items():
@@ -113,7 +119,7 @@ def notes(results: Results, grid_sizes: Mapping[str, int], budget: int | None) -
 
 
 def _warnings(points: Sequence[PointResult], grid_size: int, budget: int | None) -> list[str]:
-    """Returns warnings about a method's results."""
+    """Returns warnings about one method's points; `grid_size` and `budget` are as for `notes`."""
     warnings = []
     if budget and grid_size < budget:
         warnings.append(
@@ -141,7 +147,10 @@ def _warnings(points: Sequence[PointResult], grid_size: int, budget: int | None)
 
 
 def as_csv(results: Results) -> str:
-    """Returns CSV with one line per point by score; settings that a method lacks are empty."""
+    """Returns CSV with a line per point, by method and from best to worst.
+
+    Has a column for every setting in a grid, empty for methods without it.
+    """
     settings = dict.fromkeys(
         name for points in results.values() for result in points for name in result.point
     )
@@ -169,7 +178,10 @@ def as_csv(results: Results) -> str:
 
 
 def draw_scores(results: Results) -> Picture | None:
-    """Draws the score against each numeric setting. Returns None if no setting has two values."""
+    """Draws the mean score of every point: a panel per numeric setting, a line per method.
+
+    Returns None if no setting has two values among points whose runs are all finished.
+    """
     values: dict[str, set[float]] = {}
     for result in itertools.chain.from_iterable(results.values()):
         for name, value in result.point.items() if result.complete else ():
@@ -263,7 +275,10 @@ def _draw_method(
 
 
 def _value_axis(axes: Axes, setting: str, values: Sequence[float]) -> None:
-    """Sets the ticks to the values; the axis is logarithmic if they span a factor of 8."""
+    """Labels the horizontal axis with `setting` and sets the ticks to the sorted values.
+
+    Of 8 or more values not all have a tick. The axis is logarithmic if they span a factor of 8.
+    """
     if values[0] > 0 and values[-1] >= 8 * values[0]:
         axes.set_xscale("log")
     axes.minorticks_off()

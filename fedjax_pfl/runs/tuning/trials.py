@@ -26,7 +26,7 @@ PARTICIPATION = settings_with("sets_participation")
 
 
 class Trial(NamedTuple):
-    """Points of a method's grid to run."""
+    """One method of a grid search: the points of its grid to run, each with several seeds."""
 
     method: str
     config: ConfigDict  # before the values of a point are applied
@@ -36,13 +36,13 @@ class Trial(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A run that is missing or unfinished."""
+    """A run of a grid search, of one point and one seed, that is missing or unfinished."""
 
     method: str
     point: Point
-    config: ConfigDict
-    name: str  # of its directory
-    steps: frozenset[int]  # rounds of its checkpoints
+    config: ConfigDict  # all settings, with the values of the point and one seed
+    name: str  # of its directory, relative to the folder of the search
+    steps: frozenset[int]  # rounds of its checkpoints; empty for a missing run
 
 
 def cohorts(config: ConfigDict, registry: Registry = BUILTINS) -> list[tuple[int, int]]:
@@ -70,9 +70,9 @@ def evaluations(config: ConfigDict, registry: Registry = BUILTINS) -> int:
 
 
 def shorten(configs: Mapping[str, ConfigDict], rounds: int, registry: Registry = BUILTINS) -> None:
-    """Sets the rounds of the first method, and of the others in proportion, in place.
+    """Sets the rounds of all phases of the first method, and of the others in proportion, in place.
 
-    Raises UsageError if methods with equal client updates would get different ones.
+    Raises UsageError if methods with equal numbers of client updates would get different ones.
     """
     first, *_ = configs.values()
     old_rounds, old_updates = total_rounds(first, registry), client_updates(first, registry)
@@ -97,7 +97,7 @@ def shorten(configs: Mapping[str, ConfigDict], rounds: int, registry: Registry =
 
 
 def _set_rounds(config: ConfigDict, rounds: int, registry: Registry) -> None:
-    """Sets the rounds of a run in place. Phases keep their shares."""
+    """Sets the total rounds of a run in place. Phases keep their shares, at least one round."""
     old = [n for n, _ in cohorts(config, registry)]
     if sum(old) == rounds:
         return
@@ -117,7 +117,8 @@ def _set_rounds(config: ConfigDict, rounds: int, registry: Registry) -> None:
 def equalize_evaluations(configs: Mapping[str, ConfigDict], registry: Registry = BUILTINS) -> None:
     """Gives all methods the same number of evaluations, in place, by changing `eval_every`.
 
-    This is the number of the first method, or the largest that all methods can have.
+    The number in the last phase counts. It becomes that of the first method, or the largest smaller
+    one that all methods can have.
     """
     target = evaluations(next(iter(configs.values())), registry)
     while {evaluations(config, registry) for config in configs.values()} != {target}:
@@ -159,7 +160,7 @@ def check_trials(trials: Sequence[Trial], as_preset: bool = False) -> None:
 
 
 def configs(trial: Trial, seeds: int) -> Iterator[tuple[Point, list[ConfigDict]]]:
-    """Yields every point with its configuration for each seed."""
+    """Yields every point with its configurations, one per seed; `seeds` is their number."""
     for point in trial.points:
         applied = apply(trial.config, point)
         by_seed = [applied.copy_and_resolve_references() for _ in range(seeds)]
@@ -169,7 +170,7 @@ def configs(trial: Trial, seeds: int) -> Iterator[tuple[Point, list[ConfigDict]]
 
 
 def collect(trial: Trial, seeds: int, folder: Path) -> list[PointResult]:
-    """Returns every point of a trial with its finished runs in a folder."""
+    """Returns every point of a trial with its finished runs in `folder`, at most `seeds`."""
     index, results = RunIndex(folder), []
     for point, by_seed in configs(trial, seeds):
         runs = {}
@@ -184,7 +185,8 @@ def collect(trial: Trial, seeds: int, folder: Path) -> list[PointResult]:
 def run(trials: Sequence[Trial], seeds: int, folder: Path, max_runs: int | None) -> None:
     """Trains missing runs and resumes unfinished ones, with at most `max_runs` in one program.
 
-    Builds all programs before the first is compiled: errors appear at the start.
+    Builds all programs before the first is compiled: errors appear at the start. `seeds` is the
+    number of runs of a point; None for `max_runs` means no limit. Writes to `folder`.
     """
     index, count, registry = RunIndex(folder), 0, trials[0].registry
     jobs: dict[str, Job] = {}
@@ -233,7 +235,10 @@ def _count(number: int, noun: str) -> str:
 
 
 def _group_compatible(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Groups runs that differ in sweepable settings only and that can be resumed together."""
+    """Groups runs of one method that can train in one compiled program.
+
+    They differ in real-valued settings only, and have a checkpoint of the same round or none.
+    """
     groups: dict[str, list[Job]] = {}
     sweepable = settings_with("sweepable")
     for job in jobs:
@@ -252,7 +257,10 @@ def _group_compatible(jobs: Sequence[Job]) -> list[list[Job]]:
 
 
 def _programs(jobs: list[Job], registry: Registry = BUILTINS) -> list[list[Job]]:
-    """Splits runs into programs by the settings that need separate programs."""
+    """Splits runs of one method into lists that can be compiled as one program each.
+
+    Raises UsageError for invalid settings, or if no client has validation examples.
+    """
     try:
         experiment = build(*(job.config for job in jobs), registry=registry)
     except sweep.SeparateRunsError as error:
@@ -271,7 +279,7 @@ def _programs(jobs: list[Job], registry: Registry = BUILTINS) -> list[list[Job]]
 
 
 def _split_evenly(jobs: list[Job], max_runs: int | None) -> list[list[Job]]:
-    """Splits runs into equal parts: each size is compiled separately. None means no limit."""
+    """Splits runs into parts of at most `max_runs` (None: no limit), as equal as possible."""
     count = math.ceil(len(jobs) / (max_runs or len(jobs)))
     size = math.ceil(len(jobs) / count)
     return [jobs[i : i + size] for i in range(0, len(jobs), size)]
