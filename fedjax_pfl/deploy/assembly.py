@@ -23,8 +23,9 @@ from fedjax_pfl.simulation.execution_plan import Plan
 
 
 def complete(user_settings: Mapping[str, Any]) -> tuple[ConfigDict, configuration.Registry]:
-    """Completes settings for a run on several machines; returns them with their registry.
+    """Completes settings for a run on several machines.
 
+    Returns them with the registry of built-in and user-defined components that they may name.
     Raises UsageError if a setting only has a meaning in a simulation.
     """
     registry, user_settings = custom.register(user_settings)
@@ -52,13 +53,14 @@ def complete(user_settings: Mapping[str, Any]) -> tuple[ConfigDict, configuratio
 def to_plain(
     settings: ConfigDict, registry: configuration.Registry = configuration.BUILTINS
 ) -> dict[str, Any]:
-    """Converts settings to JSON-compatible data, as they are stored and sent."""
+    """Converts completed settings to JSON-compatible data, as they are stored and sent."""
     return json.loads(json.dumps(configuration.resolve(settings, registry)))
 
 
 def user_code(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the user-defined components of a configuration, as MODULE:NAME by kind.
+    """Returns the user-defined components of a configuration except for the dataset.
 
+    They are MODULE:NAME by kind, a field of `configuration.Registry` such as "algorithm".
     Only these names are sent. Each machine has its own copy of the code.
     """
     sources = {kind: str(settings.get(kind, "")) for kind in configuration.BUILTINS._fields}
@@ -94,7 +96,10 @@ def federation_from(description: Mapping[str, Any]) -> Federation:
 
 
 def _normalisation(description: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns lists "input_mean" and "input_deviation" of each input, or None if not normalised."""
+    """Returns "input_mean" and "input_deviation", a list with one number for each input feature.
+
+    None if the federation's description has no mean. Inputs that are not normalised get 0 and 1.
+    """
     if "mean" not in description:
         return None
     normalised = np.array(description["alike"]["normalise"]["features"], bool)
@@ -105,7 +110,7 @@ def _normalisation(description: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def zero_data(description: Mapping[str, Any]) -> FederatedData:
-    """Returns a client's data with zero examples, of the shapes in a federation's description."""
+    """Returns a client's data with empty splits, of the shapes in a federation's description."""
     shared = description["alike"]
     dtype, inner = shared["target"]
 
@@ -131,7 +136,7 @@ def build_method(
     description: Mapping[str, Any],
     arrays: FederatedData | None = None,
 ) -> tuple[Experiment, Method]:
-    """Builds the experiment record, which reports read, and the method.
+    """Builds the experiment record, with one phase, that reports read, and the method.
 
     Args:
       settings: Completed settings.

@@ -23,10 +23,11 @@ class RunClient(NamedTuple):
 
     run: str  # unique name of the run
     i: int  # client id
-    programs: ClientPrograms
+    programs: ClientPrograms  # of this client's architecture group
     data: FederatedData  # of this client alone
-    disk: ClientDisk
-    # Called with the variables of the personalised model and the round, at the last evaluation.
+    disk: ClientDisk  # its state and response after each stored round
+    # Called at the last evaluation with the variables of the personalised model and the number of
+    # rounds that were trained. None: the model is not saved.
     save_model: Callable[[PyTree, int], None] | None = None
 
     def round_inputs(self, t: int) -> RoundInputs:
@@ -35,7 +36,7 @@ class RunClient(NamedTuple):
 
 
 def respond(client: RunClient, request: wire.Message) -> bytes:
-    """Returns the response to a training or evaluation request that passes `schema.REQUEST`.
+    """Returns the encoded response to a training or evaluation request that passes the schema.
 
     Raises InvalidError if the request is refused.
     """
@@ -65,7 +66,10 @@ def _check_request(client: RunClient, request: wire.Message) -> None:
 
 
 def _train(client: RunClient, request: wire.Message) -> bytes:
-    """Trains for one round, or returns the stored response if the request is a repetition."""
+    """Trains for one round and stores the new state; returns the encoded response.
+
+    If the request is a repetition, returns the stored response. Raises InvalidError if it is old.
+    """
     t, settled, start = request.facts["round"], request.facts["settled"], request.envelope["start"]
     try:
         latest = client.disk.newest()
@@ -97,7 +101,10 @@ def _train(client: RunClient, request: wire.Message) -> bytes:
 
 
 def _counted_state(client: RunClient, settled: int) -> PyTree:
-    """Returns the client-side state after the last round that counted for this client."""
+    """Returns the client-side state after round `settled`, the last whose update the server used.
+
+    Before the first round, `settled` is `BEFORE_FIRST_ROUND`.
+    """
     if settled == BEFORE_FIRST_ROUND:
         return client.programs.initial_state(client.i)
     if settled not in client.disk.rounds():
@@ -109,7 +116,10 @@ def _counted_state(client: RunClient, settled: int) -> PyTree:
 
 
 def _evaluate(client: RunClient, request: wire.Message) -> bytes:
-    """Evaluates the client's model, and saves the model if the request says it is the last."""
+    """Evaluates the client's model; returns the encoded response.
+
+    Saves the model if the request says that it is the last.
+    """
     inputs = client.round_inputs(request.facts["round"])
     client_state = _counted_state(client, request.facts["settled"])
     shapes, method = client.programs.shapes, client.programs.method

@@ -36,6 +36,7 @@ def request(run: str, i: int, settings: Mapping[str, Any], start: int) -> bytes:
 def read_description(request: bytes, content: bytes) -> dict[str, Any]:
     """Decodes a node's description of its examples from its response to a request to enrol.
 
+    Both `request` and the response `content` are encoded.
     Returns the fields of `schema.NODE_DESCRIPTION`: the number of examples for training, validation
     and testing, and the shapes, dtypes and class names of the examples.
     Raises InvalidError if the response refuses, does not answer the request or is inconsistent.
@@ -48,7 +49,10 @@ def read_description(request: bytes, content: bytes) -> dict[str, Any]:
 
 
 def _check_consistency(described: Mapping[str, Any]) -> None:
-    """Checks conditions between several fields, which `schema` cannot express."""
+    """Checks conditions between fields of a node's description, which `schema` cannot express.
+
+    Raises InvalidError if one does not hold.
+    """
     counts, widths, shape = (described[k] for k in ("counts", "widths", "input_shape"))
     for split in counts:
         _need(counts[split] <= widths[split], f"counts.{split} is more than widths.{split}")
@@ -75,7 +79,7 @@ def _check_consistency(described: Mapping[str, Any]) -> None:
 
 
 def _need(condition: bool, line: str) -> None:
-    """Raises InvalidError with this line if the condition is false."""
+    """Raises InvalidError with the message `line` if the condition is false."""
     if not condition:
         raise InvalidError(line)
 
@@ -83,7 +87,8 @@ def _need(condition: bool, line: str) -> None:
 def find_disagreements(described: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
     """Returns an error line for each client whose shared fields differ from the most frequent ones.
 
-    With a tie, the fields of the client with the lowest id count.
+    `described` and the result are by client id. With a tie, the fields of the client with the
+    lowest id count.
     """
     fields = {i: schema.shared_fields(described[i]) for i in sorted(described)}
     texts = {i: json.dumps(fields[i], sort_keys=True) for i in fields}
@@ -123,8 +128,9 @@ def build_federation(
 
 
 def _moments(sums: list[Any]) -> dict[str, Any]:
-    """Computes mean and deviation of each column over the training examples of all nodes.
+    """Returns lists "mean" and "deviation" of each column over the training examples of all nodes.
 
+    The deviation of a constant column is 1.
     `sums` has each node's count `n`, and mean and sum of squared deviations `m2` of each column.
     """
     n = np.array([node_sums["n"] for node_sums in sums], np.float64)[:, None]

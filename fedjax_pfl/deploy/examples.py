@@ -32,7 +32,7 @@ class NodeExamples(NamedTuple):
     facts: dict[str, Any]  # description; passes `schema.NODE_DESCRIPTION`
 
     def digest(self) -> str:
-        """Computes a digest of the examples, which never leaves the node."""
+        """Returns a SHA-256 digest of the examples, which never leaves the node."""
         digest = hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode())
         for leaf in jax.tree.leaves(self.data):
             for chunk in row_chunks(np.asarray(leaf)):
@@ -89,7 +89,7 @@ def read(file: NodeFile) -> NodeExamples:
 
 
 def _as_float32(arrays: FederatedData) -> FederatedData:
-    """Converts inputs and targets of floating point to float32."""
+    """Converts inputs and targets of floating point to float32; other types stay the same."""
 
     def cast(array: Any) -> Any:
         array = np.asarray(array)
@@ -104,6 +104,7 @@ def _read_shared(
     """Returns the part of client `i` in a dataset that is partitioned as in a simulation.
 
     `settings` have the partition, and `split` has the settings of the split of the examples.
+    Raises UsageError if `i` is None or not the id of a client.
     """
     if i is None or i >= settings.clients:
         raise UsageError(f"client must be from 0 to {settings.clients - 1}, got {i}")
@@ -123,7 +124,8 @@ def _read_shared(
 def _facts(arrays: FederatedData, federation: Federation, **optional_facts: Any) -> dict[str, Any]:
     """Describes a node's examples; the result passes `schema.NODE_DESCRIPTION`.
 
-    `optional_facts` are class names, digest of the input names, and sums.
+    `federation` has the facts about this client. `optional_facts` are the optional fields: class
+    names, digest of the input names, and sums.
     """
     splits = ("train", "validation", "test")
     constants = {name: getattr(arrays, name) for name in ("scale", "shift", "label_map", "classes")}
@@ -151,6 +153,7 @@ def _sums(
 ) -> dict[str, Any]:
     """Computes count, mean and sum of squared deviations of the normalised columns.
 
+    Returns the fields "sums" and "normalise" of `schema.NODE_DESCRIPTION`.
     Raises InvalidError if there are fewer than `least_rows` training examples.
 
     Args:
@@ -186,8 +189,9 @@ def _sums(
 
 
 def normalise(examples: NodeExamples, description: Mapping[str, Any], i: int) -> FederatedData:
-    """Normalises client `i`'s examples with the federation's mean and deviation.
+    """Normalises client `i`'s examples with the federation's mean and deviation, to float32.
 
+    Examples that need no normalisation keep their values.
     Raises InvalidError if the federation's description does not fit these examples.
     """
     arrays, facts = examples

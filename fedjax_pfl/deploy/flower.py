@@ -54,7 +54,10 @@ def outcome_path(log: Path) -> Path:
 
 
 def run_from_file(grid: Grid, path: str) -> None:
-    """Runs, over a SuperLink, the configuration in a JSON file that passes `schema.RUN_FILE`."""
+    """Runs, over a SuperLink, the configuration in a JSON file that passes `schema.RUN_FILE`.
+
+    Writes the run directory or the error message to the outcome file.
+    """
     spec = read_json(Path(path), schema.RUN_FILE)
     if not spec:
         raise UsageError(f"{path} is missing; it must hold the run's config, workdir and log")
@@ -90,14 +93,21 @@ def run_from_file(grid: Grid, path: str) -> None:
 
 
 class OnlineNode(NamedTuple):
-    """Flower's id of a node that is online, and the time when it came online."""
+    """A node that is online."""
 
-    node: int
-    since: str
+    node: int  # Flower's id
+    since: str  # time when it came online, as Flower writes it
 
 
 class FlowerExchange:
-    """Exchange over a Flower SuperLink, see `run.Exchange`."""
+    """Exchange over a Flower SuperLink, see `run.Exchange`.
+
+    Args:
+      grid: Flower's connection to the nodes.
+      directory: Run directory; the file with the nodes' keys is next to it.
+      clients: Number of clients.
+      log: Called with each line of the run's log.
+    """
 
     def __init__(self, grid: Grid, directory: Path, clients: int, log: Any) -> None:
         self.grid, self.directory, self.count, self.log = grid, directory, clients, log
@@ -111,7 +121,7 @@ class FlowerExchange:
         return online
 
     def nodes(self) -> dict[int, OnlineNode]:
-        """Returns the online node of each client, identified by its registered name and key."""
+        """Returns the online nodes by client id, identified by registered name and key."""
         path = self.directory.with_name(f"{self.directory.name}.{KEYS_FILE}")
         keys, online = read_json(path, schema.KEYS), dict[int, OnlineNode]()
         stored_keys = dict(keys)
@@ -183,10 +193,15 @@ class FlowerExchange:
         nodes: Mapping[int, OnlineNode],
         seconds: float | None,
     ) -> None:
-        """Sends its request to each node that has not got it since it came online.
+        """Sends its pending request to each node that has not got it since it came online.
 
-        Adds the client and the node of each message to `sent`, by message id. Messages expire a
-        minute after `seconds`.
+        Messages expire a minute after `seconds`; None: after an hour and a minute.
+
+        Args:
+          pending: Requests without a response, by client id.
+          sent: Gets client id and Flower's node id of each message, by message id.
+          nodes: Nodes that are online, by client id.
+          seconds: Time for the responses.
         """
         for i, (node, since) in nodes.items():
             if i not in pending or pending[i].sent_since == since:
@@ -201,7 +216,10 @@ class FlowerExchange:
                 pending[i].give_up_at = math.inf
 
     def read(self, reply: Message, node: int) -> bytes:
-        """Returns the bytes of a response. An error becomes a refusal without Flower's text."""
+        """Returns the bytes of a response from `node`, Flower's id of the node that was asked.
+
+        An error, or a reply of another node, becomes a refusal without Flower's text.
+        """
         if reply.has_error():
             return refusal(f"Flower reports error {reply.error.code} of its node")
         if reply.metadata.src_node_id != node:
@@ -211,15 +229,15 @@ class FlowerExchange:
 
 @dataclasses.dataclass
 class _Pending:
-    """A request without a response yet."""
+    """A client's request without a response yet."""
 
-    content: bytes
+    content: bytes  # encoded request
     sent_since: str | None = None  # `OnlineNode.since` of the node that got the request
-    attempts: int = 0
-    give_up_at: float = math.inf  # deadline for a node that is offline
+    attempts: int = 0  # how often it was sent
+    give_up_at: float = math.inf  # deadline for a node that is offline, in monotonic seconds
 
     def should_wait(self, reply: Message) -> bool:
-        """Returns True to keep waiting after Flower has replied with an error."""
+        """Returns True to keep waiting after Flower has replied with this error."""
         if reply.error.code == ErrorCode.NODE_UNAVAILABLE:
             self.give_up_at = min(self.give_up_at, time.monotonic() + _RETURN_SECONDS)
             return True

@@ -71,7 +71,7 @@ def _are_valid(authority: Path, certificate: Path, key: Path) -> bool:
 
 
 def _name(word: str) -> x509.Name:
-    """Returns the name of the owner of a certificate."""
+    """Returns the name of a certificate's owner or signer, with `word` as its common name."""
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, word)])
 
 
@@ -90,7 +90,7 @@ def _certificate(
     signer: Any,
     extensions: Sequence[tuple[x509.ExtensionType, bool]],
 ) -> x509.Certificate:
-    """Creates a certificate.
+    """Creates a certificate that is valid for `_DAYS` days.
 
     Args:
       subject: Name of the owner.
@@ -117,7 +117,7 @@ def _certificate(
 
 
 def _write_private(path: Path, key: Any, key_format: serialization.PrivateFormat) -> None:
-    """Writes a private key to a file that only its owner can read."""
+    """Writes a private key, unencrypted PEM, to a file that only its owner can read."""
     encoding, encryption = serialization.Encoding.PEM, serialization.NoEncryption()
     content = key.private_bytes(encoding, key_format, encryption)
     part = path.with_name(f".{path.name}.part")

@@ -99,7 +99,7 @@ def _check_client(node: Node, i: int) -> None:
 def _settings(
     node: Node, requested: Mapping[str, Any]
 ) -> tuple[ConfigDict, configuration.Registry]:
-    """Completes the requested settings and builds their registry.
+    """Completes the settings of a request; returns them with the registry of their components.
 
     Raises InvalidError if they name data or code that the node's file does not allow.
     """
@@ -117,7 +117,10 @@ def _settings(
 
 
 def _enrol(node: Node, request: wire.Message) -> bytes:
-    """Enrols the node in a run; returns the response with the description of its examples."""
+    """Enrols the node in a run; returns the encoded response, which describes its examples.
+
+    Raises InvalidError if the node has enrolled in it otherwise, or in too many runs.
+    """
     run, i, settings = (request.facts[name] for name in ("run", "client", "settings"))
     node_examples = examples.read(node.file)
     folder = node.folder / f"run-{run}"
@@ -135,8 +138,8 @@ def _enrol(node: Node, request: wire.Message) -> bytes:
 def _is_enrolled(folder: Path, enrolment: Mapping[str, Any]) -> bool:
     """Returns True if the node has enrolled in the run with this folder.
 
-    Raises InvalidError if the node has enrolled with another client id, or if a digest of
-    `settings`, `examples` or `federation` in `enrolment` has changed since.
+    `enrolment` has the id `client` and digests of `settings`, `examples` and perhaps `federation`.
+    Raises InvalidError if the node has enrolled in the run with another id or other digests.
     """
     stored = storage.read_json(folder / ENROLLED, schema.ENROLLED)
     if not stored:
@@ -158,7 +161,7 @@ def _is_enrolled(folder: Path, enrolment: Mapping[str, Any]) -> bool:
 
 
 def _check_enrolled(folder: Path, enrolment: Mapping[str, Any]) -> None:
-    """Raises InvalidError like `_is_enrolled`, and also if the node has not enrolled."""
+    """Raises InvalidError unless the node has enrolled in the run with the same `enrolment`."""
     if not _is_enrolled(folder, enrolment):
         raise InvalidError("this node has not enrolled in this run")
 

@@ -58,7 +58,7 @@ def read(path: Path) -> NodeFile:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Reads a JSON object; `parse` checks its content."""
+    """Reads a file that holds a JSON object; raises UsageError if it does not."""
     try:
         content = json.loads(path.expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -69,7 +69,10 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def parse(content: Any, path: str) -> NodeFile:
-    """Checks the content of a node's file, whose path appears in errors."""
+    """Builds a `NodeFile` from the JSON content of a node's file.
+
+    Raises UsageError, which names `path`, if the content is invalid.
+    """
     file_fields = schema.OWNER_FIELDS
     settings = dict.fromkeys((*DATA_SETTINGS, *SHARED_SETTINGS), schema.settings)
     try:

@@ -30,7 +30,7 @@ class Method(NamedTuple):
 
     @property
     def grouped(self) -> Algorithm:
-        """Returns the algorithm as an algorithm of architecture groups."""
+        """Returns the algorithm in the form for several architecture groups, even if it has one."""
         return groups.as_grouped(self.algorithm)
 
     def group(self, i: int) -> int:
@@ -46,7 +46,7 @@ class TrainResult(NamedTuple):
     """Result of local training; the client sends all fields except `client`."""
 
     upload: PyTree
-    metrics: dict[str, jax.Array]
+    metrics: dict[str, jax.Array]  # training metrics by name
     finite: jax.Array  # True if upload, trained variables and client-side state are finite
     client: PyTree  # new client-side state
 
@@ -56,10 +56,10 @@ class Shapes(NamedTuple):
 
     state: State  # server state, without the clients' part
     client: PyTree  # client-side state of one client
-    payload: PyTree
+    payload: PyTree  # download of one client
     result: TrainResult
     served: list[Any]  # values that `split_personalize.server_part` computes
-    scores: Evaluation
+    scores: Evaluation  # of one client
 
 
 def group_shapes(method: Method, g: int, data: FederatedData) -> Shapes:
@@ -99,9 +99,14 @@ class RoundInputs(NamedTuple):
 
 
 class ClientPrograms:
-    """Compiled programs that the clients of group `g` run.
+    """Compiled programs that the clients of one architecture group run.
 
     Clients with examples of the same shapes share them.
+
+    Args:
+      method: Method of the federation.
+      g: Index of the group.
+      data: Examples of one client, or their shapes.
     """
 
     def __init__(self, method: Method, g: int, data: FederatedData) -> None:
@@ -144,7 +149,9 @@ class ClientPrograms:
 
 
 class ServerPrograms:
-    """Compiled programs that the server runs.
+    """Compiled programs that the server runs. Its State has () as `clients`.
+
+    `send`, `check_upload` and `server_part` are tuples with a program for each architecture group.
 
     Args:
       method: Method of the federation.
@@ -202,7 +209,7 @@ def _key(method: Method) -> jax.Array:
 
 
 def _send(method: Method, g: int, state: State, i: jax.Array, t: jax.Array) -> PyTree:
-    """Returns the payload of client `i` in round `t`."""
+    """Returns the payload of client `i` of group `g` in round `t`."""
     return method.group_algorithm(g).send(state, _context(method, SEND, i, t))
 
 
@@ -223,7 +230,7 @@ def _context(method: Method, stage: int, i: Any, t: Any, data: Any = None) -> Cl
 def _train(
     method: Method, g: int, payload: PyTree, client: PyTree, inputs: RoundInputs
 ) -> TrainResult:
-    """Trains one client for a round. For arguments see `ClientPrograms.train`."""
+    """Trains one client of group `g` for a round. For arguments see `ClientPrograms.train`."""
     ctx = _context(method, TRAIN, *inputs)
     upload, variables, new, metrics = method.group_algorithm(g).train(payload, client, ctx)
     return TrainResult(
@@ -237,7 +244,7 @@ def _train(
 def _check_upload(
     method: Method, g: int, payload: PyTree, upload: PyTree
 ) -> tuple[jax.Array, dict[str, Any], dict[str, Any]]:
-    """Returns whether an upload is accepted, and the bytes downloaded and uploaded by layer.
+    """Returns True if an upload is accepted, and the bytes downloaded and uploaded by layer.
 
     An upload is rejected if it is not finite, if the norm of its change overflows float32, or if
     that norm exceeds `max_update_norm`.
@@ -256,7 +263,7 @@ def _server_part(
 ) -> list[Any]:
     """Computes the arrays that client `i` needs from the server for its personalised model.
 
-    `client` and `data` may hold shapes only.
+    `client`, its client-side state, and `data`, its examples, may hold shapes only.
     """
     ctx = _context(method, PERSONAL, i, t, data)
     return split_personalize.server_part(method.group_algorithm(g).personalize, state, client, ctx)
@@ -312,7 +319,7 @@ def _score(
 
 
 def single_client(data: FederatedData, i: int) -> FederatedData:
-    """Returns the examples of client `i` as data of a single client.
+    """Returns the examples of client `i` as data of a single client, padded with zero examples.
 
     Results of all clients have the same shapes: clients on one machine share compiled programs.
     """

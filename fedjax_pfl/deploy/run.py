@@ -56,12 +56,12 @@ class Waiting(NamedTuple):
 class RunResult(NamedTuple):
     """Results of a finished run."""
 
-    directory: Path
+    directory: Path  # run directory
     metrics: list[dict[str, Any]]  # one entry per evaluation
-    clients: list[dict[str, Any]]  # one row per client
-    ledger: ledger.Ledger
-    server_state: ServerState
-    resumed_at: int | None
+    clients: list[dict[str, Any]]  # one row per client, as in clients.csv
+    ledger: ledger.Ledger  # bytes and outcomes by client
+    server_state: ServerState  # after the last round
+    resumed_at: int | None  # number of rounds done when the run was last resumed; None: never
 
 
 def run(
@@ -196,15 +196,15 @@ def _write_start_record(directory: Path, start_record: Mapping[str, Any]) -> Non
 class _Run(NamedTuple):
     """A run in progress; `sweep_run` holds its position, metrics and ledger."""
 
-    experiment: Experiment
+    experiment: Experiment  # record with one phase, which reports read
     method: Method
     server: Server
     sweep_run: SweepRun
-    directory: Path
-    store: checkpoints.Store
+    directory: Path  # run directory
+    store: checkpoints.Store  # checkpoints
     exchange: Exchange
     waiting: Waiting
-    log: Callable[[str], None]
+    log: Callable[[str], None]  # called with each line
 
     def run_to_end(self, server_state: ServerState) -> RunResult:
         """Runs all rounds that are left, and writes the results."""
@@ -358,7 +358,7 @@ class _Run(NamedTuple):
         self.log(progress.evaluation_line(metric, [line], self.experiment.phases[0].end))
 
     def save(self, server_state: ServerState) -> None:
-        """Saves a checkpoint: clients discard older states once a request says a round counted."""
+        """Saves a checkpoint with the server's state, position, metrics and ledger."""
         sweep_run, started = self.sweep_run, time.perf_counter()
         arrays = {"state": server_state.state, "settled": server_state.settled}
         if sweep_run.best is not None:
@@ -375,14 +375,14 @@ class _Run(NamedTuple):
             file.write(json.dumps(line) + "\n")
 
     def truncate_wire_file(self, t: int) -> None:
-        """Removes the lines of rounds after `t`, which will run again."""
+        """Keeps the first `t` lines of `wire.jsonl`; later rounds will run again."""
         path = self.directory / WIRE_FILE
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         with self.sweep_run.writing():
             storage.write_atomic(path, b"".join(lines[:t]))
 
     def write_report(self, rows: list[dict[str, Any]]) -> None:
-        """Writes the report; `rows` has a row per client. The import is slow, so it is here."""
+        """Writes the report page to the run directory; `rows` has a row of results per client."""
         from fedjax_pfl.report import method_figures, page
 
         at, config = self.sweep_run.at, self.sweep_run.config

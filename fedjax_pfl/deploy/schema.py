@@ -13,7 +13,7 @@ Check = Callable[[Any, str], None]  # takes decoded JSON and its name for the er
 
 
 class InvalidError(Exception):
-    """A value fails its check. The message names the place, not the value."""
+    """Error: received data fails a check. The message names the place, not the value."""
 
 
 def _need(condition: Any, path: str, requirement: str) -> None:
@@ -71,7 +71,7 @@ def items(item: Check, maximum: int, minimum: int = 0) -> Check:
 
 
 def pair(first: Check, second: Check) -> Check:
-    """Returns the check of a list of two values."""
+    """Returns the check of a list of two values that pass `first` and `second`."""
 
     def check(value: Any, path: str) -> None:
         _need(isinstance(value, list) and len(value) == 2, path, "a list of two values")
@@ -82,7 +82,10 @@ def pair(first: Check, second: Check) -> Check:
 
 
 def table(name: Check, item: Check, maximum: int) -> Check:
-    """Returns the check of an object of at most `maximum` fields with any valid names."""
+    """Returns the check of an object of at most `maximum` fields.
+
+    All names must pass `name`, and all values `item`.
+    """
 
     def check(value: Any, path: str) -> None:
         is_valid = isinstance(value, dict) and len(value) <= maximum
@@ -95,7 +98,7 @@ def table(name: Check, item: Check, maximum: int) -> Check:
 
 
 def fields(required: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
-    """Returns the check of an object with the given fields and no others."""
+    """Returns the check of an object with the given fields, by name, and no others."""
     checks = {**required, **(optional or {})}
 
     def check(value: Any, path: str) -> None:
@@ -117,7 +120,10 @@ def integer_or(integer_check: Check, value_check: Check) -> Check:
 
 
 def by_kind(fields_of: Mapping[str, Mapping[str, Check]]) -> Check:
-    """Returns the check of an object whose field `kind` decides which other fields it has."""
+    """Returns the check of an object whose field `kind` decides which other fields it has.
+
+    `fields_of` maps each kind to the checks of its other fields.
+    """
     known_kind = choice(*fields_of)
     checks = {kind: fields({"kind": known_kind, **extra}) for kind, extra in fields_of.items()}
 

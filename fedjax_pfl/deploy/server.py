@@ -29,8 +29,9 @@ _ROUNDING = 1e-5  # rounding error of a percentage that was summed in float32
 class ServerState(NamedTuple):
     """State of the server between two rounds."""
 
-    state: State  # with `clients` empty
-    settled: np.ndarray  # int [N]; the last round of each client that counted
+    state: State  # with () as `clients`
+    # int [N]: last round in which the client's update was used; if none, BEFORE_FIRST_ROUND
+    settled: np.ndarray
 
 
 class Server(NamedTuple):
@@ -46,18 +47,18 @@ class PendingRequests(NamedTuple):
     """Requests of a round or an evaluation. Dicts are keyed by client id."""
 
     kind: str  # TRAIN or EVALUATE
-    round: int
-    requests: dict[int, bytes]
-    digests: dict[int, str]
-    payloads: dict[int, PyTree]
+    round: int  # index of the round, or for EVALUATE the number of rounds that were trained
+    requests: dict[int, bytes]  # encoded requests
+    digests: dict[int, str]  # digest of each request, which its response repeats
+    payloads: dict[int, PyTree]  # download of each client; None if the request has none
 
 
 class ClientUpdate(NamedTuple):
     """Decoded response to a training request."""
 
     upload: PyTree
-    metrics: dict[str, np.ndarray]
-    accepted: bool  # False if the upload is not finite or too large
+    metrics: dict[str, np.ndarray]  # training metrics by name
+    accepted: bool  # False if the update is not finite or too large; then it is not used
     down: dict[str, int]  # downloaded bytes by layer
     up: dict[str, int]  # uploaded bytes by layer
 
@@ -69,13 +70,13 @@ def initial_state(server: Server) -> ServerState:
 
 
 def sample(server: Server, t: int) -> list[int]:
-    """Returns the sorted client ids of a round's cohort."""
+    """Returns the sorted client ids of the cohort of round `t`."""
     group_slots = jax.device_get(server.programs.sample_slots(np.int32(t)))
     return sorted(int(i) for slots in group_slots for i in slots.ids[slots.present])
 
 
 def open_round(server: Server, server_state: ServerState, t: int) -> PendingRequests:
-    """Builds the training requests of round `t`."""
+    """Samples the cohort of round `t` and builds its training requests."""
     facts = {"kind": TRAIN, "run": server.run, "round": t}
     parts = {i: {"payload": _payload(server, server_state, i, t)} for i in sample(server, t)}
     return _encode_requests(server, server_state, facts, parts)
@@ -116,9 +117,10 @@ def _encode_requests(
     facts: Mapping[str, Any],
     parts_by_client: Mapping[int, Any],
 ) -> PendingRequests:
-    """Encodes a request for each client.
+    """Encodes a request for each client in `parts_by_client`.
 
-    Each request has the `facts` and, from `parts_by_client`, the client's trees by group name.
+    Each request has the `facts`, with its kind and round, and the client's trees of arrays:
+    `parts_by_client` maps the client id to {name of the tree: tree}.
     """
     requests, envelope = {}, {"start": server.start}
     for i, parts in parts_by_client.items():
@@ -175,7 +177,7 @@ def read_update(server: Server, pending: PendingRequests, i: int, content: bytes
 def _check_upload(
     programs: ServerPrograms, g: int, payload: PyTree, upload: PyTree
 ) -> tuple[bool, dict[str, int], dict[str, int]]:
-    """Returns True if an upload of group `g` is accepted, and bytes by layer, down and up."""
+    """Returns True if an upload of group `g` is accepted, and bytes down and up, by layer."""
     accepted, down, up = jax.device_get(programs.check_upload[g](payload, upload))
     down, up = ({name: int(size) for name, size in sizes.items()} for sizes in (down, up))
     return bool(accepted), down, up
@@ -201,7 +203,8 @@ def read_scores(server: Server, pending: PendingRequests, i: int, content: bytes
 def _check_scores(task: Task, scores: Scores, examples: int, part: str) -> None:
     """Raises InvalidError if a percentage is outside 0 to 1 or another metric is too large.
 
-    Numbers that are not finite pass, because reports leave them out.
+    Numbers that are not finite pass, because reports leave them out. Also raises InvalidError if
+    the scores are not sums over the given number of examples.
 
     Args:
       task: Has the metrics and their units.
@@ -258,10 +261,10 @@ def _cohort(
     group_ids: list[int],
     updates: Mapping[int, ClientUpdate],
 ) -> tuple[Any, Log]:
-    """Builds the cohort and the log of group `g`, which sampled the clients `group_ids`.
+    """Returns the `Cohort` and the log of group `g`, of which the clients `group_ids` were sampled.
 
-    The cohort is padded to the same number of slots in every round. Returns the `Cohort` and the
-    log.
+    The cohort is padded to the same number of slots in every round. `updates` has the decoded
+    responses by client id.
     """
     programs, shapes = server.programs, server.programs.shapes[g]
     slots: list[int | None] = [*group_ids, *[None] * (programs.cohort - len(group_ids))]
@@ -311,5 +314,5 @@ def _zeros(template: PyTree) -> PyTree:
 
 
 def _stack(slot_trees: Iterable[PyTree]) -> PyTree:
-    """Stacks the leaves of equal trees on a new first axis."""
+    """Stacks the leaves of trees with the same structure on a new first axis."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *slot_trees)

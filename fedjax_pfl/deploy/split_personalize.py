@@ -22,10 +22,10 @@ _EITHER, _SERVER, _CLIENT = range(3)  # the machine that can compute a value
 
 
 class _Value:
-    """An intermediate value of the program.
+    """An intermediate value of the traced `personalize`.
 
     Attributes:
-      owner: _EITHER, _SERVER or _CLIENT.
+      owner: Machine that can compute it: _EITHER, _SERVER or _CLIENT.
       value: The array, or None on a machine that cannot compute it.
       size: Size in bytes.
       rows: Path of the server-side rows that this value is, or an empty string.
@@ -41,10 +41,11 @@ class _Value:
 
 
 class _Side(NamedTuple):
-    """The machine that evaluates the program."""
+    """The machine, server or client, that evaluates the traced `personalize`."""
 
-    computes: tuple[int, ...]  # owners whose values it computes
-    cross: Callable[[_Value], Any]  # sends or receives a value; called once per sent value
+    computes: tuple[int, ...]  # values of `_Value.owner` that it computes
+    # Sends the array of a server value, or receives it; returns the array. Called once per value.
+    cross: Callable[[_Value], Any]
 
 
 def server_part(
@@ -95,7 +96,10 @@ def client_part(
 def _evaluate_side(
     personalize: Personal, state: State, client: PyTree, ctx: ClientContext, side: _Side
 ) -> PyTree:
-    """Traces `personalize` and evaluates the part of one machine; returns its results."""
+    """Traces `personalize` and evaluates the part of one machine.
+
+    Returns the variables of the model; on the server, leaves that it cannot compute are None.
+    """
     arguments = (state, client, ctx)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
     closed, out = jax.make_jaxpr(personalize, return_shape=True)(*shapes)
@@ -115,7 +119,7 @@ def _evaluate_side(
 
 
 def _owner_of(path: tuple[Any, ...]) -> int:
-    """Returns the owner of an argument, given its path in `(state, client, ctx)`."""
+    """Returns `_Value.owner` of an argument leaf, given its path in `(state, client, ctx)`."""
     if path[0].idx < 2:
         return (_SERVER, _CLIENT)[path[0].idx]
     return _CLIENT if path[1].name == "data" else _EITHER
@@ -126,7 +130,10 @@ def _constant(array: Any) -> _Value:
 
 
 def _operation(equation: Any, operands: Sequence[_Value], side: _Side) -> list[_Value]:
-    """Evaluates one operation if the machine can; reads the operands of a client operation."""
+    """Evaluates an equation of the jaxpr if the machine can; returns its results.
+
+    Operands of a client's equation that the server owns are sent.
+    """
     sizes = [_size(variable.aval) for variable in equation.outvars]
     owner = max((operand.owner for operand in operands), default=_EITHER)
     if owner == _CLIENT:

@@ -25,10 +25,10 @@ _NAME = re.compile(r"visit-(\d{9})")
 class RoundRecord(NamedTuple):
     """One round of a client, as stored on its disk."""
 
-    round: int
+    round: int  # index of the round
     start: int  # how often the server had been restarted when it sent the request
-    request: str  # digest of the request
-    response: bytes
+    request: str  # digest of the training request
+    response: bytes  # encoded response
     state: bytes  # client-side state after training, see `encode_state`
 
 
@@ -69,7 +69,7 @@ class ClientDisk(NamedTuple):
 
         Args:
           record: The round to write.
-          settled: The last round that counted, see `client`.
+          settled: Last round before this one whose update the server used.
         """
         facts = {
             "round": record.round,
@@ -117,7 +117,7 @@ def write_json(path: Path, content: Any, indent: int | None = None) -> None:
 
 
 def encode_state(state: PyTree) -> bytes:
-    """Encodes a client-side state."""
+    """Encodes a client-side state, a tree of arrays."""
     return wire.encode({}, {"client": state})
 
 

@@ -20,6 +20,7 @@ _REFUSED = ("--isolation", "--allow-runtime-dependency-installation")
 def write_commands(folder: Path) -> Path:
     """Writes replacements for the commands that Flower starts for its tasks; returns their folder.
 
+    It is inside `folder`, the node's folder.
     The command for a client's message runs `local_client`; all others exit with an error.
     """
     from flwr.supercore.constant import TASK_TYPE_TO_COMMAND, TaskType
@@ -38,7 +39,10 @@ def write_commands(folder: Path) -> Path:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Replaces this process by a SuperNode for a node's folder."""
+    """Replaces this process by a SuperNode.
+
+    The arguments are the node's folder and those of flower-supernode.
+    """
     if not arguments or arguments[0].startswith("-"):
         raise UsageError("the first argument must be the node's folder")
     for word in arguments:

@@ -137,6 +137,8 @@ def _follow(
 ) -> None:
     """Logs the run's lines until it has an outcome, and restarts processes that end before.
 
+    Raises UsageError if the outcome is an error, or if the server's app keeps ending.
+
     Args:
       log_path: Log of the run.
       wire_file: File that grows with each finished round.
@@ -181,7 +183,10 @@ def _follow(
 
 @contextlib.contextmanager
 def _locked(folder: Path, seconds: float = 30.0) -> Iterator[int]:
-    """Locks the trial's folder; waits while processes of an earlier trial are ending."""
+    """Locks the trial's folder; yields the descriptor that holds the lock.
+
+    Waits up to `seconds` while processes of an earlier trial are ending, then raises UsageError.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     deadline = time.monotonic() + seconds
     try:
@@ -201,7 +206,13 @@ def _locked(folder: Path, seconds: float = 30.0) -> Iterator[int]:
 
 
 class _Processes:
-    """Processes of a trial, each in its own session, and the guard that ends them."""
+    """Processes of a trial, each in its own session, and the guard that ends them.
+
+    Args:
+      folder: Folder of the trial, with the logs.
+      home: Flower's folder, FLWR_HOME of the processes.
+      lock: Descriptor of the lock of the trial's folder.
+    """
 
     def __init__(self, folder: Path, home: Path, lock: int) -> None:
         self.folder, self.home = folder, home
@@ -232,7 +243,7 @@ class _Processes:
             process.wait()
 
     def start(self, name: str, *arguments: Any) -> None:
-        """Starts a process; its output is appended to the file NAME.log."""
+        """Starts a process with this command line; its output is appended to NAME.log."""
         self.arguments[name], self.started_at[name] = arguments, time.monotonic()
         with open(self.folder / f"{name}.log", "ab") as out:
             self.running[name] = subprocess.Popen(
@@ -269,7 +280,7 @@ class _Processes:
         return names
 
     def wait_for_port(self, port: int, name: str, seconds: float = 120.0) -> None:
-        """Waits until a process listens on a port; raises UsageError if it ends or is too slow."""
+        """Waits until the process `name` listens; raises UsageError if it ends or is too slow."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             process = self.running[name]
@@ -285,7 +296,7 @@ class _Processes:
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns free ports of the loopback interface."""
+    """Returns `count` different free ports of the loopback interface."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for listener in sockets:
@@ -294,7 +305,10 @@ def free_ports(count: int) -> list[int]:
 
 
 def _write_flower_home(folder: Path, authority: Path, port: int) -> Path:
-    """Writes Flower's configuration with a connection named `trial`; returns its folder."""
+    """Writes Flower's configuration in the trial's folder; returns Flower's folder.
+
+    Its connection `trial` has the SuperLink's port and the certificate of its authority.
+    """
     home = folder / "flwr"
     home.mkdir(exist_ok=True)
     (home / "config.toml").write_text(

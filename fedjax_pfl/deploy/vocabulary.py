@@ -41,7 +41,7 @@ def apply_vocabulary(
 
 
 def _number_labels(dataset: Dataset, labels: Vocabulary | None) -> Dataset:
-    """Renumbers the classes of a dataset."""
+    """Renumbers the classes of a dataset. For `labels` see `apply_vocabulary`."""
     if dataset.y_train.dtype.kind != "i":  # numeric targets or binary labels
         return dataset
     class_names = (dataset.metadata or {}).get("classes")
@@ -63,6 +63,7 @@ def _number_labels(dataset: Dataset, labels: Vocabulary | None) -> Dataset:
         position, outputs = _positions(f"{dataset.name}: class", class_names, labels), len(labels)
 
     def renumbered(y: np.ndarray | None) -> np.ndarray | None:
+        """Returns the new labels, int32; negative labels stay the same."""
         if y is None:
             return None
         new = np.where(y < 0, y, position[np.maximum(y, 0)]).astype(np.int32)
@@ -97,10 +98,10 @@ def _positions(description: str, texts: Sequence[str], vocabulary: Sequence[str]
 
 
 class _Column(NamedTuple):
-    """One input column: features `start` to `end` of the source, and the new features."""
+    """One input column, with its features in the source's numbering and its new features."""
 
-    start: int
-    end: int
+    start: int  # index of its first feature in the source's numbering
+    end: int  # index after its last feature
     names: list[str]  # names of the new features
     position: np.ndarray | None = None  # new index of each source word; None: a numeric column
 
@@ -108,7 +109,7 @@ class _Column(NamedTuple):
 def _number_categories(
     dataset: Dataset, vocabularies: Mapping[str, Vocabulary], index: bool
 ) -> Dataset:
-    """Renumbers the input columns of text. For `index` see `apply_vocabulary`."""
+    """Renumbers the input columns of text. For arguments see `apply_vocabulary`."""
     metadata = dict(dataset.metadata or {})
     categories: Mapping[str, Sequence[str]] = metadata.pop("categories", {})
     if extra := sorted(set(vocabularies) - set(categories)):
@@ -168,7 +169,9 @@ def _number_features(x: np.ndarray, parts: Sequence[_Column], index: bool) -> np
 def _column_positions(
     name: str, column: str, texts: Sequence[str], vocabulary: Vocabulary
 ) -> tuple[np.ndarray, list[str]]:
-    """Returns the new index of each of a column's words, and the names of the new features.
+    """Returns the new index of each of a column's words, int [len(texts)], and feature names.
+
+    There is one name for each new index.
 
     Args:
       name: Name of the dataset, for errors.

@@ -33,8 +33,8 @@ DTYPES = (
 class Message(NamedTuple):
     """A decoded message. `read_tree` turns its arrays into trees."""
 
-    envelope: dict[str, Any]
-    facts: dict[str, Any]
+    envelope: dict[str, Any]  # JSON data that may differ in a repetition: number of server starts
+    facts: dict[str, Any]  # JSON data, such as the message's kind and round
     arrays: dict[str, np.ndarray]  # by group and path, such as upload/params/fc1/kernel
     digest: str  # SHA-256 of the message without the envelope
 
@@ -165,14 +165,14 @@ def read_tree(message: Message, group: str, template: PyTree) -> PyTree:
 
 
 def check_array_groups(message: Message, *groups: str) -> None:
-    """Raises InvalidError if a message has arrays outside the given groups."""
+    """Raises InvalidError if a message has arrays outside the groups with these names."""
     for name in message.arrays:
         if name.partition("/")[0] not in groups:
             raise InvalidError(f"{name} is not expected")
 
 
 def _json(content: Any) -> bytes:
-    """Encodes JSON data; equal data gives equal bytes."""
+    """Encodes data as JSON; equal data gives equal bytes."""
     return json.dumps(content, sort_keys=True, allow_nan=False, separators=(",", ":")).encode()
 
 
@@ -200,7 +200,10 @@ def _reject_constant(word: str) -> None:
 
 
 def _check_entry(entry: Any) -> tuple[str, str, list[int]]:
-    """Returns name, dtype and shape of an array in the head; raises InvalidError otherwise."""
+    """Returns name, dtype and shape from an array's entry in the head.
+
+    Raises InvalidError if the entry is malformed or the array is too large.
+    """
     try:
         name, dtype, shape = entry
     except (TypeError, ValueError):

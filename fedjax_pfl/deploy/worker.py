@@ -29,7 +29,7 @@ def serve(node: Node) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serves the node with the given folder and file."""
+    """Serves a node until the process ends; the arguments are its folder and its JSON file."""
     if len(arguments) != 2:
         raise UsageError("two arguments are required: the node's folder and its JSON file")
     folder = Path(arguments[0]).expanduser()

@@ -11,13 +11,13 @@ from fedjax_pfl.core.examples import FederatedData, Split
 def cohort_data(
     data: FederatedData, ids: np.ndarray, capacity: int, *, test: bool
 ) -> FederatedData:
-    """Returns the examples of some clients as a federation of these clients.
+    """Returns the examples of K clients as a federation of these clients, in NumPy arrays.
 
     Args:
       data: Examples of all clients.
-      ids: Client ids, in the order of the result.
-      capacity: Length of the example arrays of the result.
-      test: Whether to include test examples.
+      ids: Client ids [K]; client k of the result is client ids[k].
+      capacity: Length of `x` and `y` of the result, at least `max_examples`. Unused rows are zero.
+      test: Whether to include test examples. Otherwise the test splits are empty.
     """
     none = Split(np.zeros((len(data.train.size), 1), np.int32), np.zeros_like(data.train.size))
     splits = [data.train, data.validation, data.test if test else none]
@@ -26,6 +26,7 @@ def cohort_data(
     used = np.unique(np.concatenate([t.rows[mask] for t, mask in zip(tables, masks, strict=True)]))
 
     def take(examples: Any) -> np.ndarray:
+        """Returns the used rows of an array of all examples, [capacity, ...]."""
         taken = np.zeros((capacity, *examples.shape[1:]), examples.dtype)
         taken[: len(used)] = examples[used]
         return taken
@@ -49,12 +50,12 @@ def cohort_data(
 
 
 def max_examples(data: FederatedData, clients: int, *, test: bool) -> int:
-    """Returns the most examples that a number of clients can have together.
+    """Returns the largest number of examples that any K clients have together, at least 1.
 
     Args:
       data: Examples of all clients.
-      clients: The number of clients.
-      test: Whether to count test examples.
+      clients: K, the number of clients.
+      test: Whether to count test examples, besides those for training and validation.
     """
     splits = (data.train, data.validation, data.test) if test else (data.train, data.validation)
     counts = np.sum([np.asarray(split.size, np.int64) for split in splits], 0)

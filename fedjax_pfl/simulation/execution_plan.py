@@ -15,14 +15,14 @@ from fedjax_pfl.simulation.devices import cores
 
 
 class Plan(NamedTuple):
-    """Choices that affect speed only."""
+    """Choices for the training of a phase that affect speed only."""
 
-    conv: str  # see `networks/lowerings`
+    conv: str  # lowering of convolutions, see `networks/lowerings`; "auto": chosen per layer
     chunk: int  # clients that are vmapped together on a device
 
 
 def describe(plan: Plan, cohort: int, devices: int) -> str:
-    """Returns a line that describes the plan."""
+    """Returns a line that describes the plan, for rounds of `cohort` clients on these devices."""
     devices = min(devices, cohort)
     place = f"each of {devices} devices" if devices > 1 else "one device"
     clients = f"{cohort} client" + "s" * (cohort > 1)
@@ -34,24 +34,24 @@ def describe(plan: Plan, cohort: int, devices: int) -> str:
 
 
 def agreed(plans: Sequence[Plan] | None) -> list[Plan] | None:
-    """Returns the plans of process 0."""
+    """Returns the plans of process 0 in all processes; None if process 0 passes None."""
     first = multiprocess.agree(plans)
     return None if first is None else [Plan(*plan) for plan in first]
 
 
 def machine() -> str:
-    """Returns the description of a machine that a plan is stored with."""
+    """Returns the device kind and the number of CPU cores, for which a stored plan is valid."""
     return f"{jax.devices()[0].device_kind}, {cores()} cores"
 
 
 def mesh(devices: int | None, cohort: int, *, several: bool) -> Mesh | None:
-    """Returns the mesh of all devices; on a CPU at most one device per client of a round.
+    """Returns a mesh of devices with the axis "clients", or None for a single device.
 
     A CPU core without a device helps with the matrix products of the others: one client on two
     cores takes 0.6 of the time that it takes with two devices.
 
     Args:
-      devices: Number of devices. Default: all.
+      devices: Number of devices. Default: all; on a CPU at most one per client of a round.
       cohort: Clients of a round.
       several: Whether one program computes several runs. JAX 0.11 cannot compile such a program for
         several CPU devices (XLA ends the process); 0.10 and 0.12 can.
@@ -76,5 +76,5 @@ def mesh(devices: int | None, cohort: int, *, several: bool) -> Mesh | None:
 
 
 def default_chunk(count: int) -> int:
-    """Returns the default chunk: 1 on a CPU, where one client fills a core, else all clients."""
+    """Returns the default of `Plan.chunk` for `count` clients: 1 on a CPU, else `count`."""
     return 1 if jax.default_backend() == "cpu" else count

@@ -17,11 +17,11 @@ PyTree = Any
 
 
 class Repeated(NamedTuple):
-    """A value [N, ...] with one row for all clients, before the broadcast."""
+    """A value [N, ...] with the same row for all N clients, stored before its broadcast."""
 
-    operand: Any
-    shape: tuple[int, ...]
-    dimensions: tuple[int, ...]  # dimensions of `shape` that the operand has
+    operand: Any  # array before the broadcast
+    shape: tuple[int, ...]  # of the value, (N, ...)
+    dimensions: tuple[int, ...]  # for each axis of `operand`, its axis in `shape`
 
     def row(self) -> jax.Array:
         """Returns the row of one client."""
@@ -37,7 +37,7 @@ class InitialLeaf(NamedTuple):
     """A client-side leaf [N, ...] of the initial state. Exactly one field is not None."""
 
     row: np.ndarray | None  # the row of every client
-    argument: int | None  # number of the leaf of the arguments that it is equal to
+    argument: int | None  # index of the leaf of `init`'s arguments that it is equal to
     all_rows: np.ndarray | None  # [N, ...]
 
 
@@ -47,21 +47,22 @@ def initial_state(
     arguments: PyTree,
     fetch: Callable[[int], Any],
 ) -> tuple[PyTree, list[InitialLeaf]]:
-    """Computes init(*arguments).
+    """Computes init(*arguments), with rows that are equal for all clients only once.
 
     Args:
-      init: The function.
-      split: Splits its result into a part to compute in full, and one with leaves [N, ...].
-      arguments: Shapes of the arguments.
-      fetch: Returns leaf `k` of the arguments; called for leaves that the result depends on.
+      init: A method's `init`, which returns the state of all clients.
+      split: Maps its result to two trees: one to compute in full, and one with leaves [N, ...].
+      arguments: Tuple of the arguments, with shapes in the place of arrays.
+      fetch: Returns the array of leaf `k` of the arguments; called only for leaves that are needed.
 
     Returns:
-      The first part of the split, and each leaf of the second part.
+      The first tree of the split, and a list of the leaves of the second tree.
     """
     shapes, structure = jax.tree.flatten(arguments)
     states: list[Any] = []
 
     def flat_init(*leaves: Any) -> list[Any]:
+        """Maps the leaves of the arguments to the leaves of both trees."""
         rest, clients = split(init(*jax.tree.unflatten(structure, leaves)))
         states.append(jax.tree.structure(rest))
         return [*jax.tree.leaves(rest), *jax.tree.leaves(clients)]
@@ -71,6 +72,7 @@ def initial_state(
     kinds: list[int | str] = []  # of each client-side leaf: argument number, "row" or "all_rows"
 
     def lean_init(*leaves: Any) -> list[Any]:
+        """Like `flat_init`, with rows for repeated leaves and without leaves of the arguments."""
         values = jaxprs.interpret(closed.jaxpr, closed.consts, leaves, _operation)
         kinds.clear()
         results = [_expand(value) for value in values[:rest_count]]
@@ -108,7 +110,10 @@ def _expand(value: Any) -> Any:
 
 
 def _operation(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Computes one operation; the broadcast of one row to all clients stays `Repeated`."""
+    """Returns the results of a jaxpr equation; a broadcast to all clients stays `Repeated`.
+
+    The operands are arrays or `Repeated`.
+    """
     arrays = [_expand(operand) for operand in operands]
     is_broadcast = equation.primitive.name == "broadcast_in_dim" and len(arrays) == 1
     if is_broadcast and 0 not in _axes(equation):

@@ -20,28 +20,28 @@ _AUTO_SHARE = 0.5  # fraction of a memory that store=auto may fill
 
 
 class PhaseSizes(NamedTuple):
-    """Sizes of a phase: bytes and counts."""
+    """Sizes of a phase, which is a part of a run with one method. Bytes, unless noted."""
 
     server: int  # shared server-side state
-    row: int  # server-side row of a client
-    client: int  # client-side state of a client
-    clients: int
-    cohort: int
-    rounds: int
+    row: int  # server-side row of one client
+    client: int  # client-side state of one client
+    clients: int  # number of clients
+    cohort: int  # number of clients sampled in a round
+    rounds: int  # number of rounds
     examples: int  # all examples, with the index tables of the clients
     cohort_examples: int  # examples of the largest cohort
     has_best: bool  # True if the best state is stored as well as the last
-    sweep_runs: int = 1  # runs that one program computes
-    devices: int = 1
+    sweep_runs: int = 1  # number of runs that one program computes
+    devices: int = 1  # number of devices
     mapped: int = 0  # part of `examples` that is memory-mapped from files
     offload: int = 0  # part of `row` that may be stored off the device
 
 
 class Requirement(NamedTuple):
-    """Bytes that a run needs at least."""
+    """Lower bounds of the bytes that a run needs."""
 
-    device: int
-    host: int
+    device: int  # on each device
+    host: int  # in host memory
     disk: int
 
 
@@ -56,7 +56,7 @@ class Capacity(NamedTuple):
 
 
 def format_bytes(count: float) -> str:
-    """Formats a number of bytes with three digits and a unit."""
+    """Formats a number of bytes with three digits and a decimal unit, such as 1.23 GB."""
     for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
         if count < 999.5 or unit == "PB":
             break
@@ -65,7 +65,7 @@ def format_bytes(count: float) -> str:
 
 
 def required(sizes: PhaseSizes, store: str) -> Requirement:
-    """Returns the bytes that a phase needs with the given store."""
+    """Returns the bytes that a phase needs with a store of `programs.STORES`."""
     states = 2 if sizes.has_best else 1
     shared = sizes.sweep_runs * (sizes.server + sizes.clients * sizes.row)
     if store in ("device", "sharded"):
@@ -118,7 +118,7 @@ def capacity(devices: int = 1) -> Capacity:
 
 
 def shortage(required: Requirement, available: Capacity) -> str:
-    """Returns which memory is too small and its two sizes, or "" if everything fits."""
+    """Returns text with the bytes needed of a memory that is too small, or "" if all fits."""
     host = required.host
     if not available.has_device_memory:
         host += available.devices * required.device
@@ -133,6 +133,7 @@ def shortage(required: Requirement, available: Capacity) -> str:
 
 
 def _fits_well(required: Requirement, available: Capacity) -> bool:
+    """Returns True if at most the fraction `_AUTO_SHARE` of each memory is needed."""
     share = available._replace(
         device=_AUTO_SHARE * available.device, host=_AUTO_SHARE * available.host
     )
@@ -142,13 +143,13 @@ def _fits_well(required: Requirement, available: Capacity) -> bool:
 def choose_store(
     phases: Sequence[PhaseSizes], store: str, available: Capacity, *, several: bool, processes: int
 ) -> str:
-    """Returns the store of a run; with "auto", the first one that fits.
+    """Returns the store of a run, one of `programs.STORES`; with "auto" the first that fits.
 
     Raises UsageError if the run does not fit into memory.
 
     Args:
       phases: Sizes of each phase.
-      store: The setting `store`.
+      store: The setting `store`: "auto" or one of `programs.STORES`.
       available: Memory of this machine.
       several: True if one program computes several runs, which requires state on the device.
       processes: Number of processes; more than one rules out the host and the disk.
@@ -172,7 +173,9 @@ def choose_store(
 
 
 def example_bytes(arrays: Any, cohort: int) -> tuple[int, int, int]:
-    """Returns the bytes of all examples, of the largest cohort's, and of the mapped files.
+    """Returns bytes: of all examples, of the largest cohort's, and of memory-mapped examples.
+
+    The largest cohort has the clients with the most examples for training and validation.
 
     Args:
       arrays: Examples of all clients, as `FederatedData`.

@@ -13,8 +13,8 @@ class Ledger(NamedTuple):
 
     down: dict[str, int]  # bytes downloaded, by layer
     up: dict[str, int]  # bytes uploaded, by layer
-    client_down: list[int]  # bytes by client
-    client_up: list[int]
+    client_down: list[int]  # bytes downloaded; this and all other lists are by client id
+    client_up: list[int]  # bytes uploaded
     client_updates: list[int]  # rounds in which the server used the client's update
     dropped: list[int]  # rounds in which the client never returned its update
     rejected: list[int]  # rounds in which its update was not finite or too large
@@ -29,7 +29,7 @@ class Ledger(NamedTuple):
 
 
 def empty(clients: int) -> Ledger:
-    """Returns the ledger before the first round."""
+    """Returns the ledger of `clients` clients before the first round."""
     return Ledger({}, {}, *([0] * clients for _ in range(5)))
 
 
@@ -38,8 +38,8 @@ def add(ledger: Ledger, logs: Sequence[Log], rounds: int, free_rounds: int = 0) 
 
     Args:
       ledger: Totals before the call.
-      logs: One log per group, as `CompiledRounds.run` returns them.
-      rounds: Number of rounds to count.
+      logs: One log per architecture group, as `CompiledRounds.run` returns them.
+      rounds: Number of rounds to count, from the first one in the logs.
       free_rounds: Number of first rounds whose downloads are not counted. Use 1 in the call that
         starts with round 0 if clients build the initial model from the seed.
     """
@@ -75,7 +75,7 @@ def add(ledger: Ledger, logs: Sequence[Log], rounds: int, free_rounds: int = 0) 
 
 
 def _tally(column: list[int], ids: np.ndarray, amounts: np.ndarray) -> None:
-    """Adds amounts to the entries `ids` of a column, in place."""
+    """Adds amounts [R, K] to the entries `ids` [R, K] of a list by client id, in place."""
     sums = np.zeros(len(column), np.int64)
     np.add.at(sums, ids.ravel(), amounts.ravel().astype(np.int64))
     for i in np.flatnonzero(sums):

@@ -18,9 +18,9 @@ Work = Callable[[PyTree, PyTree], PyTree]  # (shared, item) -> result
 class Layout(NamedTuple):
     """Layout of items: on each device, `chunks` chunks of `width` items, one after the other."""
 
-    devices: int
-    chunks: int
-    width: int
+    devices: int  # number of devices
+    chunks: int  # number of chunks on each device
+    width: int  # number of items in a chunk, which are vmapped together
 
     @property
     def per_device(self) -> int:
@@ -29,7 +29,10 @@ class Layout(NamedTuple):
 
 
 def layout(n: int, chunk: int, mesh: Mesh | None) -> Layout:
-    """Returns a layout for at least n items, with chunks of equal width, at most `chunk`."""
+    """Returns a layout for at least n items on a mesh, or on one device if the mesh is None.
+
+    All chunks have the same width, at most `chunk`.
+    """
     devices = mesh.size if mesh else 1
     per_device = -(-n // devices)
     chunks = -(-per_device // max(1, min(chunk, per_device)))
@@ -45,17 +48,18 @@ def map_clients(
     mesh: Mesh | None,
     before: Callable[[PyTree], PyTree] | None = None,
 ) -> PyTree:
-    """Computes f(shared, item) for every item on axis 0.
+    """Computes f(shared, item) for every item. Returns the results stacked on axis 0, [n, ...].
 
     Args:
-      f: Function of the shared inputs and one item.
-      shared: Inputs of all items.
-      items: Tree with items on axis 0.
+      f: Function of the shared inputs and one item that returns a tree.
+      shared: Inputs that are the same for all items.
+      items: Tree with leaves [n, ...] that holds an item for each client.
       use: bool [n]. Chunks without a used item are not computed; their results are zero.
       chunk: Number of clients that are vmapped together; 1 maps without vmap.
-      mesh: Devices over which the items are spread, or None.
+      mesh: Devices over which the items are spread; None: one device.
       before: Function of an item that reads arrays spread over the mesh. XLA computes it first;
-        then each device computes f(shared, (item, before(item))) of its items.
+        then each device computes f(shared, (item, before(item))) of its items. Default: f gets the
+        item alone.
     """
     f = jax.jit(f, inline=True)  # traced once, for result shapes and for the computation
     n, shape = use.shape[0], layout(use.shape[0], chunk, mesh)
@@ -72,10 +76,15 @@ def map_clients(
 
 
 def _on_mesh(on_device: Callable[..., PyTree], shape: Layout, mesh: Mesh) -> Callable[..., PyTree]:
-    """Returns a function in which each device computes its items and gets the results of all."""
+    """Returns a function of (shared, items, use) in which each device computes its items.
+
+    Its results are those of all items, on every device. `on_device` takes the same arguments, for
+    the items of one device.
+    """
     axis = mesh.axis_names[0]
 
     def gathered(shared: PyTree, items: PyTree, use: jax.Array) -> PyTree:
+        """Computes the items of this device and gathers those of the others."""
         first = jax.lax.axis_index(axis) * shape.per_device
         part = jax.tree.map(
             lambda a: jax.lax.dynamic_slice_in_dim(a, first, shape.per_device), (items, use)
@@ -97,7 +106,10 @@ def _after(
     items: PyTree,
     use: jax.Array,
 ) -> PyTree:
-    """Computes chunk by chunk over all devices, so that few results of `before` exist at a time."""
+    """Computes `map_clients` with `before` for items that are padded to the layout `shape`.
+
+    Goes chunk by chunk over all devices, so that few results of `before` exist at a time.
+    """
     axis = mesh.axis_names[0]
 
     def on_device(shared: PyTree, items: PyTree, use: jax.Array) -> PyTree:
@@ -117,7 +129,7 @@ def _after(
 
 
 def _on_device(f: Work, shape: Layout, shared: PyTree, items: PyTree, use: jax.Array) -> PyTree:
-    """Computes f of a device's items, chunk by chunk."""
+    """Computes f(shared, item) of the items of one device, chunk by chunk."""
     chunk = partial(_chunk, f, shape, shared)
     if shape.chunks == 1:
         return chunk((items, use))
@@ -129,7 +141,10 @@ def _on_device(f: Work, shape: Layout, shared: PyTree, items: PyTree, use: jax.A
 
 
 def _chunk(f: Work, shape: Layout, shared: PyTree, items_use: tuple[PyTree, jax.Array]) -> PyTree:
-    """Computes f of the items of a chunk, or zeros if none of them is used."""
+    """Computes f(shared, item) of the items of a chunk, or zeros if none of them is used.
+
+    `items_use` has the items, leaves [width, ...], and bool [width], True for used items.
+    """
     items, use = items_use
 
     def compute(items: PyTree) -> PyTree:

@@ -26,8 +26,8 @@ def peak_bytes(f: Callable[..., Any], *arguments: Any) -> int:
     a function that is not compiled are freed after their last use.
 
     Args:
-      f: The function.
-      *arguments: Arrays or shapes.
+      f: The function; it is traced and not computed.
+      *arguments: Trees of arrays or shapes.
     """
     jaxpr = jax.make_jaxpr(f)(*arguments).jaxpr
     donated = jaxpr.eqns[0].params.get("donated_invars") if len(jaxpr.eqns) == 1 else None
@@ -42,7 +42,8 @@ def tree_bytes(tree: Any) -> int:
 def all_gather_bytes(f: Callable[..., Any], *arguments: Any) -> int:
     """Returns the bytes that the all-gathers of f(*arguments) produce on every device.
 
-    A loop counts as one pass. All-gathers whose result is unused do not count, as in XLA.
+    A loop counts as one pass. All-gathers whose result is unused do not count, as in XLA. The
+    arguments are trees of arrays or shapes.
     """
 
     def count(jaxpr: Any) -> int:
@@ -58,6 +59,7 @@ def all_gather_bytes(f: Callable[..., Any], *arguments: Any) -> int:
 
 
 def _bytes(value: Any) -> int:
+    """Returns the bytes of an array or a shape."""
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         return 8 * math.prod(value.shape)
     return int(np.dtype(value.dtype).itemsize) * math.prod(value.shape)
@@ -96,7 +98,13 @@ def _peak(jaxpr: Any, is_freed: Sequence[bool]) -> int:
 
 
 def _operation_bytes(eqn: Any, output_bytes: int, uses: Counter[Any]) -> int:
-    """Returns the bytes of an operation's results and inner values, without its operands."""
+    """Returns the bytes of an operation's results and inner values, without its operands.
+
+    Args:
+      eqn: The operation, an equation of a jaxpr.
+      output_bytes: Bytes to allocate for its results.
+      uses: For each variable, how often it is still used, this operation included.
+    """
     is_loop, peak = eqn.primitive.name in ("while", "scan"), 0
     for inner in jaxprs.inner_programs(eqn):
         operands = eqn.invars[-len(inner.invars) :]

@@ -21,7 +21,7 @@ def _number(value: Any) -> float | None:
 
 
 def per_client(scores: Scores, task: Task) -> dict[str, np.ndarray]:
-    """Computes the metrics and the loss of each client.
+    """Computes the metrics and the mean loss of each client.
 
     A loss that is not finite makes all metrics of its client NaN: the arg max of NaN logits is a
     class, but no prediction. Otherwise only metrics that the examples do not define are NaN.
@@ -55,7 +55,7 @@ def _has_scores(scores: Scores, active: np.ndarray) -> np.ndarray:
 
 
 def not_finite(scores: Scores, active: np.ndarray, task: Task) -> list[int]:
-    """Returns the active clients that have examples and a loss that is not finite."""
+    """Returns the ids of active clients that have examples and a loss that is not finite."""
     losses = per_client(scores, task)["loss"]
     return np.flatnonzero(_has_scores(scores, active) & np.isnan(losses)).tolist()
 
@@ -134,7 +134,10 @@ def user_metrics(task: Task) -> dict[str, Any]:
 
 
 def mean_std(values: Sequence[float]) -> dict[str, Any]:
-    """Returns `mean`, sample deviation `std` (None for one value) and their number `seeds`."""
+    """Summarises values of runs that differ in the seed.
+
+    Returns `mean`, sample deviation `std` (None for one value) and the number of values `seeds`.
+    """
     std = float(np.std(values, ddof=1)) if len(values) > 1 else None
     return {"mean": float(np.mean(values)), "std": std, "seeds": len(values)}
 
@@ -144,8 +147,8 @@ def client_scores(
 ) -> tuple[dict[str, Any], ...]:
     """Returns one row per evaluated client, a dict of columns.
 
-    Columns are test_examples, then before_NAME and after_NAME local training for each metric NAME
-    and for `loss`. A score that was not evaluated is None.
+    Columns are test_examples, then before_NAME and after_NAME for each metric NAME and for `loss`:
+    test scores before and after one more local training. A score that was not evaluated is None.
 
     Args:
       scores: Result of an evaluation, arrays [N].
@@ -179,7 +182,7 @@ def add_best(
     These are the columns best_before_NAME and best_after_NAME.
 
     Args:
-      rows: Rows of this evaluation.
+      rows: Rows of `client_scores` of this evaluation.
       previous: Rows of the previous evaluation with its best metrics; empty if there is none.
       is_best: True if this evaluation is the best.
       task: Defines the metrics.
@@ -203,7 +206,7 @@ def client_table(
 
     Args:
       federation: The clients.
-      rows: Rows of the evaluated clients. Other clients get None in these columns.
+      rows: Rows of `client_scores` or `add_best`. Clients that were not evaluated get None.
       ledger: Communication of each client.
       evaluated: Ids of the evaluated clients. Default: all.
     """
@@ -229,16 +232,17 @@ def client_table(
     ]
 
 
-Pending = tuple[dict[str, float], int]  # sums of training metrics, and number of updates
+# Sums of training metrics by name, and the number of updates in them, since the last evaluation.
+Pending = tuple[dict[str, float], int]
 
 
 def gather(pending: Pending, logs: Sequence[Log], rounds: int) -> Pending:
-    """Adds the training metrics of arrived updates.
+    """Returns the sums with the training metrics of updates that the server used.
 
     Args:
-      pending: Sums before the call.
-      logs: One log per group.
-      rounds: Number of rounds in the logs.
+      pending: Sums before these rounds.
+      logs: One log per architecture group, arrays [rounds or more, K].
+      rounds: Number of rounds to add.
     """
     sums, count = dict(pending[0]), pending[1]
     for log in logs:
@@ -250,7 +254,10 @@ def gather(pending: Pending, logs: Sequence[Log], rounds: int) -> Pending:
 
 
 def means(pending: Pending) -> dict[str, float | None]:
-    """Returns the training metrics since the last evaluation, averaged over all updates."""
+    """Returns the training metrics since the last evaluation, averaged over all updates.
+
+    They are named train_NAME; None if there are no updates.
+    """
     sums, count = pending
     return {f"train_{name}": _number(x / count) if count else None for name, x in sums.items()}
 
@@ -259,9 +266,9 @@ def rejections(logs: Sequence[Log], first: int, rounds: int) -> Iterator[str]:
     """Yields a message for every rejected update.
 
     Args:
-      logs: One log per group.
-      first: Number of the first round in the logs.
-      rounds: Number of rounds in the logs.
+      logs: One log per architecture group, arrays [rounds or more, K].
+      first: Index of the first round in the logs, from 0. Messages count rounds from 1.
+      rounds: Number of rounds to report.
     """
     for log in logs:
         for r, slot in np.argwhere(log.rejected[:rounds]):

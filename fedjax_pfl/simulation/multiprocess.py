@@ -43,7 +43,7 @@ def _first(values: list[Any]) -> Any:
 
 
 def agree(value: Any, decide: Callable[[list[Any]], Any] = _first) -> Any:
-    """Returns what process 0 decides from one value of each process.
+    """Returns in all processes what process 0 decides from one value of each process.
 
     All processes must call this, and wait for each other.
 
@@ -86,7 +86,7 @@ def broadcast(tree: PyTree) -> PyTree:
 
 
 def replicate(tree: PyTree, everywhere: jax.sharding.Sharding) -> PyTree:
-    """Puts arrays that every process has on all devices.
+    """Puts arrays that every process has on all devices; returns JAX arrays.
 
     `jax.device_put` would first compare the arrays of all processes.
 
@@ -98,6 +98,7 @@ def replicate(tree: PyTree, everywhere: jax.sharding.Sharding) -> PyTree:
         return jax.device_put(tree, everywhere)
 
     def replicate_leaf(leaf: Any) -> jax.Array:
+        """Returns the array, or the random key, on all devices."""
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             return leaf
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -110,7 +111,7 @@ def replicate(tree: PyTree, everywhere: jax.sharding.Sharding) -> PyTree:
 
 
 def devices(limit: int | None) -> Sequence[jax.Device]:
-    """Returns the devices of a run: all, or `limit` with the same number in each process."""
+    """Returns `limit` devices, the same number from each process, or all if `limit` is None."""
     available = jax.devices()
     if limit is None:
         return available
@@ -135,6 +136,7 @@ def check_settings(settings: Mapping[str, Any], ignored: Iterable[str] = ()) -> 
     ignored = set(ignored)
 
     def compare(all_settings: list[Any]) -> str:
+        """Returns text with the first difference, or "" if all settings agree."""
         first = dict(_flatten(all_settings[0]))
         for i, other in enumerate(dict(_flatten(settings)) for settings in all_settings):
             for name in sorted({*first, *other} - ignored):
@@ -167,6 +169,7 @@ def check_examples(examples: PyTree) -> None:
 
 
 def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields name and value of each setting; names in groups are like GROUP.NAME."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{name}.")

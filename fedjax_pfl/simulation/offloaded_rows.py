@@ -20,8 +20,8 @@ def part_names(algorithm: Algorithm) -> tuple[str, ...]:
 def split_state(algorithm: Algorithm, state: State) -> tuple[State, tuple[PyTree, ...]]:
     """Splits a state into the part on the devices and the offloaded trees.
 
-    Returns the state with () for the offloaded parts, and a tuple with the clients of each group
-    followed by the parts of the rows.
+    Returns the state with () for the clients and the offloaded parts of the rows, and a tuple of
+    trees with leaves [N, ...]: the client-side state of each architecture group, then the parts.
     """
     rows, parts = offload.split_parts(state.rows, part_names(algorithm))
     clients = groups.wrap_clients(algorithm, state).clients
@@ -29,14 +29,14 @@ def split_state(algorithm: Algorithm, state: State) -> tuple[State, tuple[PyTree
 
 
 class PartSource:
-    """Implements `offload.Source` for one field of `State.rows`. `clients` can be replaced."""
+    """Reads one offloaded field of `State.rows` from a store. Implements `offload.Source`."""
 
     def __init__(self, g: int, clients: ClientStore) -> None:
-        """Reads group `g` of the store."""
+        """Reads group `g` of the store `clients`, which can be replaced later."""
         self.g, self.clients = g, clients
 
     def read(self, leaves: Sequence[int], ids: np.ndarray) -> list[np.ndarray]:
-        """Returns rows `ids` of the given leaves, arrays of shape [*ids.shape, ...].
+        """Returns rows `ids` of the leaves with these indices, each [*ids.shape, ...].
 
         An id out of range reads the last row, as in JAX.
         """
@@ -53,8 +53,8 @@ class PartSource:
 class PendingRows(NamedTuple):
     """Rows of one offloaded field of `State.rows` to write after a round."""
 
-    ids: list[Any]  # int32 [K] for each leaf; ids out of range write nothing
-    leaves: list[Any]  # [K, ...]
+    ids: list[Any]  # client ids, int32 [K] for each leaf; ids out of range write nothing
+    leaves: list[Any]  # values to write, [K, ...] for each leaf
 
 
 class OffloadedRows:
@@ -73,16 +73,17 @@ class OffloadedRows:
             source.clients = clients
 
     def join(self, rows: PyTree, capacity: int = 1) -> PyTree:
-        """Adds the offloaded parts to rows, inside a program.
+        """Returns rows whose offloaded parts have `offload.Offloaded` leaves, inside a program.
 
         Args:
-          rows: Rows with () for the offloaded parts.
+          rows: `State.rows` with () for the offloaded parts.
           capacity: Number of rows that the program may write.
         """
         parts = {name: self._leaves(source, capacity) for name, source in self.sources.items()}
         return offload.join_parts(rows, parts)
 
     def _leaves(self, source: PartSource, capacity: int) -> PyTree:
+        """Returns the part of a source as a tree of `offload.Offloaded` without written rows."""
         rows = source.clients.groups[source.g]
         no_ids = jnp.full(capacity, rows.clients, jnp.int32)
 
@@ -102,7 +103,10 @@ class OffloadedRows:
         return jax.tree.unflatten(rows.layout.structure, leaves)
 
     def split(self, rows: PyTree) -> tuple[PyTree, dict[str, PendingRows]]:
-        """Splits the rows of a program into those on the devices and the pending writes by part."""
+        """Splits the rows that a program returns.
+
+        Returns the rows with () for the offloaded parts, and the pending writes by part name.
+        """
         on_device, parts = offload.split_parts(rows, tuple(self.sources))
         pending = {}
         for name, part in parts.items():
@@ -111,7 +115,7 @@ class OffloadedRows:
         return on_device, pending
 
     def write(self, clients: ClientStore, pending: dict[str, PendingRows]) -> None:
-        """Writes the pending rows of `split`, as NumPy arrays, to a store."""
+        """Writes the pending rows that `split` returned, as NumPy arrays, to a store."""
         for name, (leaf_ids, leaves) in pending.items():
             g = self.sources[name].g
             n = clients.groups[g].clients

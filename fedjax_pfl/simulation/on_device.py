@@ -15,10 +15,12 @@ from fedjax_pfl.simulation.records import CompiledRounds, Evaluation, Log
 class DeviceProgram:
     """Compiled rounds of a run, or of all runs of a sweep. `StreamedProgram` has the same methods.
 
-    State is on every device, or spread over the devices by client.
+    State is on every device, or spread over the devices by client. In a sweep, arrays of states and
+    results have the runs on axis 0.
     """
 
     def __init__(self, rounds: CompiledRounds, key: Any, data: FederatedData) -> None:
+        """Puts the run's key, or the `Points` of a sweep, and all examples on the devices."""
         self.rounds, (self.key, self.data) = rounds, rounds.place((key, data))
         self._run: Any = rounds.run
         self._evaluate: Any = rounds.evaluate
@@ -26,7 +28,7 @@ class DeviceProgram:
         self._observe = jax.jit(_observe, static_argnums=0, out_shardings=rounds.everywhere)
 
     def init(self, start: State | None = None) -> State:
-        """Returns the initial state, or one that starts from the end of another phase."""
+        """Returns the initial state; `start` is the last state of the previous phase, if any."""
         return self.rounds.init(self.key, start and self.rounds.enter(start))
 
     def enter(self, state: State) -> State:
@@ -34,25 +36,25 @@ class DeviceProgram:
         return self.rounds.enter(state)
 
     def compile(self, state: State, t: int) -> None:
-        """Compiles `run` and `evaluate` now, so that no round waits for it."""
+        """Compiles `run` and `evaluate` for states like this one; `t` is any round."""
         number = self._number(t)
         self._run = self._run.lower(self.key, state, self.data, number, number).compile()
         self._evaluate = self._evaluate.lower(self.key, state, self.data, number).compile()
 
     def run(self, state: State, t: int, n: int) -> tuple[State, tuple[Log, ...]]:
-        """Runs rounds t to t + n - 1. Returns the state and the logs of all groups in NumPy.
+        """Runs rounds t to t + n - 1. Returns the state, and a log in NumPy for each group.
 
-        The arrays of the state that is passed in are used up.
+        The arrays of the logs are [n or more, K]. Those of the state that is passed in are used up.
         """
         state, logs = self._run(self.key, state, self.data, self._number(t), self._number(n))
         return state, jax.device_get(jax.block_until_ready(logs))
 
     def evaluate(self, state: State, t: int) -> Evaluation:
-        """Scores all clients as of round `t`, in NumPy."""
+        """Scores all clients after `t` rounds, in NumPy."""
         return jax.device_get(self._evaluate(self.key, state, self.data, self._number(t)))
 
     def observe(self, algorithm: Algorithm, state: State) -> dict[str, np.ndarray]:
-        """Returns the arrays that the method exposes of its state."""
+        """Returns the diagnostics of the method's `observe`, arrays by name."""
         return jax.device_get(self._observe(algorithm.observe, state))
 
     def _number(self, value: int) -> Any:

@@ -22,15 +22,15 @@ def make_program(
     folder: Path | None = None,
     end: int | None = None,
 ) -> DeviceProgram | StreamedProgram:
-    """Returns the program of one run.
+    """Returns the program that computes the rounds and evaluations of one run.
 
     Args:
-      functions: The rounds; with store="sharded" made with `by_client=True`.
-      key: The run's key.
+      functions: The method's rounds; with store="sharded" made with `by_client=True`.
+      key: Random key of the run.
       data: Examples of all clients.
-      store: One of `STORES`.
+      store: Where client-side state is stored, one of `STORES`.
       folder: Folder for store="disk". Default: a temporary one.
-      end: The round after the last one, for which nothing is prefetched. Default: none.
+      end: Index after the last round. No cohort is prefetched from there on. Default: no end.
     """
     mesh = functions.spec.mesh
     if store in OFF_DEVICE:

@@ -12,13 +12,16 @@ from fedjax_pfl.core.examples import FederatedData
 
 
 class Log(NamedTuple):
-    """Outcome of a group's cohort. `CompiledRounds.run` adds a leading axis of rounds."""
+    """Outcome of one round for the sampled clients of an architecture group, in K slots.
 
-    ids: jax.Array  # int32 [K]
-    present: jax.Array  # bool [K]: sampled into this slot
+    `CompiledRounds.run` adds a leading axis of rounds.
+    """
+
+    ids: jax.Array  # int32 [K]: client ids; arbitrary in empty slots
+    present: jax.Array  # bool [K]: False for empty slots
     dropped: jax.Array  # bool [K]: downloaded, and never returned its update
     rejected: jax.Array  # bool [K]: returned an update that is not finite, or too large
-    metrics: dict[str, jax.Array]  # [K] each; 0 for clients that did not arrive
+    metrics: dict[str, jax.Array]  # training metrics, [K]; 0 for clients whose update is not used
     down: dict[str, jax.Array]  # int32 [K]: bytes downloaded, by layer
     up: dict[str, jax.Array]  # int32 [K]: bytes uploaded, by layer
 
@@ -29,27 +32,30 @@ class Log(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """Sums over the examples of each client, arrays of shape [N]."""
+    """Scores of each client's model: sums over its examples, arrays of shape [N].
 
-    before: local_training.Scores  # test examples, the client's personalised model
-    validation: local_training.Scores  # the same, or after local training with `validate_after`
+    `after` is None if models are not evaluated after local training.
+    """
+
+    before: local_training.Scores  # test examples, personalised model
+    validation: local_training.Scores  # validation examples, as `before`; `validate_after`: `after`
     after: local_training.Scores | None  # test examples, after one more local training
 
 
 class Slots(NamedTuple):
-    """Places for the clients of an architecture group in a cohort."""
+    """Clients of an architecture group in a cohort, in a fixed number K of slots."""
 
-    ids: Any  # int32 [K]: client ids
+    ids: Any  # int32 [K]: client ids; arbitrary in empty slots
     present: Any  # bool [K]: False for empty slots
 
 
 class CohortBatch(NamedTuple):
-    """A group's sampled clients with their inputs, stacked on axis 0 except for the data."""
+    """Sampled clients of an architecture group with their inputs, in K slots."""
 
     slots: Slots
     places: jax.Array  # int32 [K]: index of each client in `data`
-    data: FederatedData
-    clients: PyTree  # client-side state
+    data: FederatedData  # of all clients, or of these
+    clients: PyTree  # client-side state, leaves [K, ...]
 
 
 class RoundSpec(NamedTuple):
@@ -62,8 +68,8 @@ class RoundSpec(NamedTuple):
     algorithm: Algorithm  # the same in the form of `groups.as_grouped`
     members: tuple[Algorithm, ...]  # algorithm of each group
     membership: tuple[np.ndarray, ...]  # bool [N] for each group
-    federation: Federation
-    cohort: int  # clients sampled in a round
+    federation: Federation  # facts about all N clients
+    cohort: int  # number of clients sampled in a round
     max_rounds: int  # most rounds in one call
     dropout: Any  # probability that a sampled client never returns its update
     max_update_norm: Any  # larger updates are rejected; None: no limit
@@ -71,13 +77,15 @@ class RoundSpec(NamedTuple):
     validate_after: bool  # score validation examples with those models
     evaluated_ids: np.ndarray | None  # None: all clients
     count_confusion: bool  # on the test examples
-    chunk: int  # clients that are vmapped together
-    mesh: Any  # None: one device
+    chunk: int  # number of clients that are vmapped together on a device
+    mesh: Any  # devices over which clients are spread; None: one device
     is_spread: bool  # server-side rows and client-side state are spread over the mesh
 
 
 class RoundFunctions(NamedTuple):
     """The rounds of a method as functions that are not compiled yet.
+
+    `start` is the last state of the previous phase. `logs` has a `Log` for each architecture group.
 
     init          (key, start=None) -> State
     run           (key, state, data, t, n) -> (state, logs): rounds t to t + n - 1
@@ -101,7 +109,10 @@ class RoundFunctions(NamedTuple):
 
 
 class CompiledRounds(NamedTuple):
-    """`RoundFunctions`, compiled. `run` uses up the arrays of the state that is passed in."""
+    """`RoundFunctions`, compiled: `init`, `run` and `evaluate` take the same arguments.
+
+    `run` uses up the arrays of the state that is passed in.
+    """
 
     init: Any  # Any: compiled functions also have `lower`
     run: Any
@@ -116,5 +127,5 @@ class SharedInputs(NamedTuple):
 
     key: jax.Array  # random key of the run
     state: Any  # State without the clients; None for functions that must not read it
-    data: FederatedData
+    data: FederatedData  # of all clients, or of the cohort
     t: Any  # index of the round

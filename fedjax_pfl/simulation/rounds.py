@@ -38,22 +38,22 @@ _INIT_OPTIONS = {"xla_backend_optimization_level": 1}
 
 
 class Slot(NamedTuple):
-    """One place in the cohort; fields are stacked on axis 0."""
+    """Inputs of one slot of a cohort; stacked for K slots, all leaves are [K, ...]."""
 
     i: jax.Array  # client id
     place: jax.Array  # index of the client in the data, which may be the cohort's only
     present: jax.Array  # bool: False if no client is sampled into this place
-    dropped: jax.Array  # bool: the client trains and never returns its update
+    dropped: jax.Array  # bool: the client downloads and never returns its update
     client: PyTree  # client-side state
 
 
 class ClientOutcome(NamedTuple):
-    """Outcome of one client's round; fields are stacked on axis 0."""
+    """Outcome of one client's round; stacked for K slots, all leaves are [K, ...]."""
 
     payload: PyTree  # download
     upload: PyTree
     client: PyTree  # new client-side state
-    metrics: dict[str, jax.Array]
+    metrics: dict[str, jax.Array]  # training metrics by name
     is_accepted: jax.Array  # bool: finite, and not too large
     down: dict[str, jax.Array]  # bytes downloaded, by layer
     up: dict[str, jax.Array]  # bytes uploaded, by layer
@@ -63,7 +63,7 @@ class RoundCarry(NamedTuple):
     """Carry of the loop over rounds."""
 
     state: State
-    logs: tuple[Log, ...]
+    logs: tuple[Log, ...]  # of each architecture group
 
 
 def compile_rounds(functions: RoundFunctions, mesh: Mesh | None = None) -> CompiledRounds:
@@ -88,7 +88,7 @@ def compile_rounds(functions: RoundFunctions, mesh: Mesh | None = None) -> Compi
 
 
 def make_rounds(algorithm: Algorithm, federation: Federation, **options: Any) -> CompiledRounds:
-    """Compiles the rounds and the evaluation of a method; options as for `round_functions`."""
+    """Compiles the rounds of a method; `options` are keyword arguments of `round_functions`."""
     return compile_rounds(round_functions(algorithm, federation, **options), options.get("mesh"))
 
 
@@ -187,7 +187,10 @@ def _run(
     t: jax.Array,
     rounds: jax.Array,
 ) -> RoundCarry:
-    """Runs a traced number of rounds in a loop."""
+    """Runs rounds t to t + rounds - 1, a traced number, in a loop.
+
+    Returns the last state, and the logs of each group with a leading axis of `spec.max_rounds`.
+    """
     # Traced once: for the shapes of the log, and for the loop.
     run_round = jax.jit(partial(_round, spec), inline=True)
     shapes = jax.eval_shape(run_round, key, state, data, t).logs
@@ -204,7 +207,10 @@ def _run(
 def _round(
     spec: RoundSpec, key: jax.Array, state: State, data: FederatedData, t: Any
 ) -> RoundCarry:
-    """Runs one round with the state of all clients; `state.clients` is a tuple of groups."""
+    """Runs round `t` with the state of all clients. Returns the new state and a log per group.
+
+    `state.clients` is a tuple with the client-side state [N, ...] of each architecture group.
+    """
     cohort_batches = tuple(
         CohortBatch(slots=slots, places=slots.ids, data=data, clients=trees.row(rows, slots.ids))
         for slots, rows in zip(_sample_slots(spec, key, t), state.clients, strict=True)
@@ -221,7 +227,11 @@ def _round(
 def _run_cohort(
     spec: RoundSpec, key: jax.Array, state: State, cohort_batches: tuple[CohortBatch, ...], t: Any
 ) -> tuple[State, tuple[Log, ...]]:
-    """Runs one round of a cohort. Returns the state with the cohort's clients, and the logs."""
+    """Runs round `t` of a cohort, with a batch for each group and a state without clients.
+
+    Returns the new state, with the new client-side states [K, ...] of each group as `clients`, and
+    the logs.
+    """
     results = [
         _run_group(spec, g, SharedInputs(key=key, state=state, data=batch.data, t=t), batch)
         for g, batch in enumerate(cohort_batches)
@@ -246,7 +256,7 @@ def _run_cohort(
 
 
 def _sample(spec: RoundSpec, key: jax.Array, t: Any) -> jax.Array:
-    """Returns the sorted ids of a round's cohort."""
+    """Returns the sorted ids of the cohort of round `t`, int32 [spec.cohort]."""
     candidates = np.flatnonzero(spec.federation.active).astype(np.int32)
     if spec.cohort == len(candidates):
         return jnp.asarray(candidates)
@@ -263,7 +273,7 @@ def _sample_slots(spec: RoundSpec, key: jax.Array, t: Any) -> tuple[Slots, ...]:
 
 
 def _slots_of_group(spec: RoundSpec, g: int, ids: jax.Array) -> Slots:
-    """Returns the cohort's clients of group `g` in a fixed number of slots."""
+    """Returns the clients of group `g` in a cohort with these ids, in a fixed number of slots."""
     is_member = spec.membership[g][spec.federation.active]
     if is_member.all():
         return Slots(ids, jnp.ones(spec.cohort, bool))
@@ -277,9 +287,9 @@ def _slots_of_group(spec: RoundSpec, g: int, ids: jax.Array) -> Slots:
 def _run_group(
     spec: RoundSpec, g: int, shared: SharedInputs, batch: CohortBatch
 ) -> tuple[Cohort, PyTree, Log]:
-    """Trains the cohort's clients of one group.
+    """Trains the sampled clients of group `g`.
 
-    Returns what the server receives, the new client-side states and the log.
+    Returns the `Cohort` that the server receives, the new client-side states [K, ...] and the log.
     """
     ids, present = batch.slots
 
@@ -331,7 +341,7 @@ def _run_group(
 
 
 def _send(member: Algorithm, shared: SharedInputs, slot: Slot) -> PyTree:
-    """Returns a client's payload."""
+    """Returns the payload of a client whose group has the algorithm `member`."""
     key, state, _, t = shared
     return member.send(
         state, ClientContext(i=slot.i, data=None, t=t, key=stage_key(key, SEND, t, slot.i))
@@ -341,7 +351,10 @@ def _send(member: Algorithm, shared: SharedInputs, slot: Slot) -> PyTree:
 def _train(
     spec: RoundSpec, member: Algorithm, shared: SharedInputs, slot_and_payload: tuple[Slot, PyTree]
 ) -> ClientOutcome:
-    """Trains one client, checks its update and counts its bytes."""
+    """Trains one client, checks its update and counts its bytes.
+
+    `member` is the algorithm of its group. Nothing reads the state in `shared`.
+    """
     (key, _, data, t), (slot, payload) = shared, slot_and_payload
     i = slot.i
     ctx = ClientContext(
@@ -367,7 +380,7 @@ def _train(
 
 
 def _counted(traffic: dict[str, Any], is_counted: jax.Array) -> dict[str, jax.Array]:
-    """Returns bytes by layer as int32, 0 if they do not count."""
+    """Returns a client's bytes by layer as int32 scalars; zeros unless `is_counted`."""
     for layer, count in traffic.items():
         if isinstance(count, int) and count >= 2**31:
             raise UsageError(f"layer {layer} has {count:,} bytes; at most 2**31 - 1 can be counted")

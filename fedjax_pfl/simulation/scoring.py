@@ -20,10 +20,10 @@ Item = tuple[Any, Any, PyTree]  # client id, its index in the data, client-side 
 def evaluate_clients(
     spec: RoundSpec, key: jax.Array, state: State, data: FederatedData, t: jax.Array
 ) -> Evaluation:
-    """Scores all clients, or those of `spec.evaluated_ids`; the others have zeros.
+    """Scores all clients, or those of `spec.evaluated_ids`; the others have zeros. Arrays are [N].
 
     Sums over groups, because a client has scores in its own group only. `state.clients` is a tuple
-    of groups.
+    with the client-side state [N, ...] of each group.
     """
     n, chosen = spec.federation.clients, spec.evaluated_ids
     ids = jnp.arange(n, dtype=jnp.int32) if chosen is None else jnp.asarray(chosen, jnp.int32)
@@ -50,7 +50,10 @@ def evaluate_clients(
 def score_cohort(
     spec: RoundSpec, g: int, key: jax.Array, state: State, batch: CohortBatch, t: Any
 ) -> Evaluation:
-    """Scores the K clients of a batch, which belong to group `g`; empty slots have zeros."""
+    """Scores the K clients of a batch, which belong to group `g`. Returns arrays [K].
+
+    Empty slots have zeros. The `state` has no clients.
+    """
     ids, present = batch.slots
     member = spec.members[g]
 
@@ -68,7 +71,10 @@ def score_cohort(
 def _score_spread(
     spec: RoundSpec, g: int, shared: SharedInputs, ids: jax.Array, present: jax.Array
 ) -> Evaluation:
-    """Like `score_cohort`, for clients whose state is spread over devices."""
+    """Like `score_cohort`, for clients `ids` [K] whose state is spread over devices.
+
+    The state in `shared` has all clients; `present` [K] is False for clients of other groups.
+    """
     member, state = spec.members[g], shared.state
     server_state = state._replace(clients=())
     has_rows = bool(jax.tree.leaves(state.rows))
@@ -100,7 +106,8 @@ def _served(
 ) -> tuple[PyTree, PyTree]:
     """Returns a client's personalised model, and the download for one more local training.
 
-    The latter is None if models are not evaluated after local training.
+    The latter is None if models are not evaluated after local training. `member` is the algorithm
+    of the client's group.
     """
     (key, state, data, t), (i, place, client) = shared, item
     ctx = ClientContext(i=i, data=client_data(data, place), t=t, key=stage_key(key, PERSONAL, t, i))
@@ -119,7 +126,7 @@ def _scores(
     item: Item,
     model_and_payload: tuple[PyTree, PyTree],
 ) -> Evaluation:
-    """Scores one client."""
+    """Scores one client; `model_and_payload` is the result of `_served`."""
     (key, _, data, t), (i, place, client) = shared, item
     model, payload = model_and_payload
     examples = client_data(data, place)
@@ -144,6 +151,7 @@ def _score(
     split: Split,
     count_confusion: bool = False,
 ) -> local_training.Scores:
+    """Returns sums over a split of one client's examples, for a model with these variables."""
     return local_training.evaluate(
         member.predict, variables, data, split, task, count_confusion=count_confusion
     )

@@ -39,7 +39,7 @@ class RoundLog(NamedTuple):
     arrived: np.ndarray  # bool [K]: the server used the client's update
     rejected: np.ndarray  # bool [K]: the update was not finite, or too large
     metrics: dict[str, np.ndarray]  # float [K] each, NaN for clients without an update
-    bytes_down_by_layer: dict[str, int]
+    bytes_down_by_layer: dict[str, int]  # sums over the clients, by name of the layer
     bytes_up_by_layer: dict[str, int]
 
     @property
@@ -202,6 +202,7 @@ class Simulation:
 
 
 def _check(method: Any, store: str) -> None:
+    """Raises UsageError if the method is no `Algorithm`, or the store is not one of `STORES`."""
     if not isinstance(method, Algorithm):
         raise UsageError(
             f"Simulation takes an Algorithm, got {type(method).__name__}; call the method's "
@@ -212,13 +213,19 @@ def _check(method: Any, store: str) -> None:
 
 
 def round_log(logs: Sequence[records.Log], r: int) -> RoundLog:
-    """Returns round `r` of a call's logs, over all groups of clients, ordered by client."""
+    """Returns the log of one round over all architecture groups, ordered by client id.
+
+    Args:
+      logs: One log per group, arrays [rounds, K].
+      r: Index of the round in these arrays.
+    """
     parts = [jax.tree.map(lambda leaf: np.asarray(leaf)[r], log) for log in logs]
     present = np.concatenate([part.present for part in parts])
     ids = np.concatenate([part.ids for part in parts])[present]
     order = np.argsort(ids, kind="stable")
 
     def joined(name: str) -> np.ndarray:
+        """Returns the field `name` for all sampled clients."""
         return np.concatenate([getattr(part, name) for part in parts])[present][order]
 
     arrived = joined("arrived")
@@ -240,7 +247,10 @@ def round_log(logs: Sequence[records.Log], r: int) -> RoundLog:
 
 
 def _bytes(bills: Sequence[Mapping[str, np.ndarray]]) -> dict[str, int]:
-    """Returns the sum over clients of every layer's bytes, in 64 bits."""
+    """Returns the bytes of every layer, summed over clients in 64 bits.
+
+    Each of the `bills`, one per architecture group, has arrays [K] by name of the layer.
+    """
     total: dict[str, int] = {}
     for bill in bills:
         for layer, amounts in bill.items():
@@ -249,7 +259,10 @@ def _bytes(bills: Sequence[Mapping[str, np.ndarray]]) -> dict[str, int]:
 
 
 def _scores(scores: Any, task: Task) -> Any:
-    """Returns a record of arrays [N] by the names of the task's metrics."""
+    """Returns a namedtuple with arrays [N]: the task's metrics, `loss` and `examples`.
+
+    `scores` has the sums over each client's examples.
+    """
     columns = {**metrics.per_client(scores, task), "examples": np.asarray(scores.examples)}
     record: Any = namedtuple("Scores", list(columns))  # type: ignore[misc]
     return record(**columns)

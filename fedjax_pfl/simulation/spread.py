@@ -22,7 +22,12 @@ _BLOCK = 1 << 26  # bytes sent to one device at a time if the rows of all client
 
 @jax.tree_util.register_pytree_node_class
 class Spread:
-    """Rows or client-side state with a padded axis: all devices hold the same number of rows."""
+    """Server-side rows or client-side state, padded so that all devices hold equally many rows.
+
+    Attributes:
+      padded: Tree with leaves [N + padding, ...].
+      clients: N, the number of clients.
+    """
 
     def __init__(self, padded: PyTree, clients: int) -> None:
         self.padded, self.clients = padded, clients
@@ -46,7 +51,7 @@ class Spread:
 
 
 def _fetched(leaf: jax.Array) -> np.ndarray:
-    """Returns all of an array, in blocks if other processes hold parts of it."""
+    """Returns a whole array in NumPy, fetched in blocks if other processes hold parts of it."""
     if leaf.is_fully_addressable:
         return np.asarray(leaf)
     sharding: Any = leaf.sharding
@@ -65,17 +70,20 @@ def _fetched(leaf: jax.Array) -> np.ndarray:
 
 
 def cut(state: State) -> State:
-    """Returns a state in the form that methods take."""
+    """Returns a state in the form that methods take: `Spread` parts become arrays [N, ...]."""
     return State(*(part.cut() if isinstance(part, Spread) else part for part in state))
 
 
 def gathered(state: State) -> State:
-    """Returns a state with nothing spread; a state that is not spread stays the same."""
+    """Returns a state whose `Spread` parts are NumPy arrays [N, ...]; other parts stay the same."""
     return State(*(part.gathered() if isinstance(part, Spread) else part for part in state))
 
 
 def pinned(spec: RoundSpec, state: State) -> State:
-    """Pins a state in the form that methods take to its devices, if it is spread."""
+    """Constrains rows and clients of a state without `Spread` to be split over the mesh by client.
+
+    Returns the state unchanged if the rounds of `spec` are not spread.
+    """
     if not spec.is_spread:
         return state
     replicated, by_client = _shardings(spec.mesh)
@@ -89,7 +97,7 @@ def _shardings(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
 
 
 def compile_rounds(functions: RoundFunctions) -> CompiledRounds:
-    """Compiles rounds whose states are spread over the mesh of their spec."""
+    """Compiles rounds whose states have `Spread` rows and clients, over the mesh of their spec."""
     n, mesh = functions.spec.federation.clients, functions.spec.mesh
     everywhere, by_client = _shardings(mesh)
     padding, states = -n % mesh.size, State(everywhere, by_client, by_client)

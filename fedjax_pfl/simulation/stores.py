@@ -28,7 +28,7 @@ _MAX_BUFFERS = 1000  # buffers of one system call
 
 
 class RecordLayout(NamedTuple):
-    """Layout of a client's arrays in its record."""
+    """Layout of a client's arrays in its record, one after the other."""
 
     structure: Any  # of the tree of arrays
     shapes: tuple[tuple[int, ...], ...]
@@ -41,7 +41,7 @@ class RecordLayout(NamedTuple):
         return self.ends[-1] if self.ends else 0
 
     def to_bytes(self, rows: PyTree) -> list[np.ndarray]:
-        """Views each leaf of shape [K, ...] as bytes, uint8 [K, bytes]."""
+        """Views each leaf [K, ...] of the rows as bytes, uint8 [K, bytes of the leaf]."""
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(rows)]
         for leaf, dtype in zip(leaves, self.dtypes, strict=True):
             assert leaf.dtype == dtype
@@ -74,7 +74,7 @@ class RecordLayout(NamedTuple):
 
 
 def record_layout(row: PyTree) -> RecordLayout:
-    """Returns the layout of one client's arrays, or of their shapes."""
+    """Returns the layout of records for a tree of one client's arrays, or of their shapes."""
     leaves = jax.tree.leaves(row)
     shapes = tuple(tuple(leaf.shape) for leaf in leaves)
     dtypes = tuple(np.dtype(leaf.dtype) for leaf in leaves)
@@ -91,6 +91,7 @@ class _Memory:
     """Records of equal size in memory, at numbered slots, allocated in blocks when written."""
 
     def __init__(self, size: int) -> None:
+        """Creates empty storage for records of `size` bytes."""
         self.block_length, self.size = max(1, _ALLOCATION // size), size
         self.blocks: list[np.ndarray] = []
 
@@ -124,6 +125,7 @@ class _File:
     """Records of equal size in a file without a name, which ends with the process."""
 
     def __init__(self, size: int, folder: Path | None) -> None:
+        """Creates a file for records of `size` bytes. Default folder: that of temporary files."""
         self.size = size
         with _writable(folder):
             self.file, path = tempfile.mkstemp(dir=folder)
@@ -157,7 +159,7 @@ class _File:
 
 @contextlib.contextmanager
 def _writable(folder: Path | None) -> Iterator[None]:
-    """Turns a failure to write in the context into a UsageError."""
+    """Turns a failure to write in the context into a UsageError that names the folder."""
     try:
         yield
     except FileNotFoundError as error:
@@ -203,7 +205,10 @@ class RowStore:
         return len(self.slot)
 
     def records(self, ids: np.ndarray, start: int = 0, end: int | None = None) -> np.ndarray:
-        """Returns bytes `start` to `end` of some clients' records, uint8 [K, end - start]."""
+        """Returns bytes `start` to `end` of some clients' records, uint8 [K, end - start].
+
+        Default: whole records. `ids` are client ids [K].
+        """
         slots, end = self.slot[ids], self.layout.size if end is None else end
         records = np.empty((len(ids), end - start), np.uint8)
         is_written = slots >= 0
@@ -237,7 +242,7 @@ class RowStore:
         return np.flatnonzero(self.slot >= 0)
 
     def blocks(self, ids: np.ndarray) -> Iterator[np.ndarray]:
-        """Splits ids into blocks whose records use little memory."""
+        """Yields blocks of ids whose records use little memory, in order."""
         step = max(1, _READ_BLOCK // max(1, self.layout.size))
         return (ids[start : start + step] for start in range(0, len(ids), step))
 
@@ -279,7 +284,7 @@ class ClientStore:
             self.put(g, ids, *self.groups[g].layout.to_bytes(rows))
 
     def put(self, g: int, ids: np.ndarray, *columns: np.ndarray) -> None:
-        """Writes records, like `RowStore.put`."""
+        """Writes records, like `RowStore.put`, after `best` has copied the old ones."""
         if self.best is not None:
             self.best.save(g, ids)
         self.groups[g].put(ids, *columns)
@@ -315,11 +320,11 @@ class ClientStore:
         return sum(rows.count * rows.layout.size for rows in self.groups)
 
     def fill(self, state: State, leaf: Callable[[int, int], Any]) -> State:
-        """Returns a state with all clients and offloaded parts.
+        """Returns a state with the trees of all clients and offloaded parts.
 
         Args:
           state: State without these.
-          leaf: Maps (g, k) to leaf `k` of group `g`.
+          leaf: Maps (g, k) to the value in the place of leaf `k` of group `g`.
         """
         trees = []
         for g, rows in enumerate(self.groups):
@@ -345,7 +350,7 @@ class Snapshot(ClientStore):
         self.current = current
 
     def save(self, g: int, ids: np.ndarray) -> None:
-        """Copies the records of clients that are about to change."""
+        """Copies records of group `g` that are about to change, unless it has done so before."""
         ids = ids[self.groups[g].slot[ids] < 0]
         self.groups[g].put(ids, self.current.groups[g].records(ids))
 
@@ -364,7 +369,7 @@ class Snapshot(ClientStore):
 
 
 def copy_state(state: State) -> State:
-    """Copies a state to NumPy arrays; a `ClientStore` becomes a snapshot."""
+    """Copies a state to NumPy arrays; a `ClientStore` becomes a `Snapshot`."""
     state = spread.gathered(state)
     clients = state.clients
     copied = State(*jax.tree.map(np.array, jax.device_get(state._replace(clients=()))))
@@ -374,7 +379,7 @@ def copy_state(state: State) -> State:
 
 
 def to_arrays(state: State) -> State:
-    """Returns a state with arrays of all clients in the place of a `ClientStore`."""
+    """Returns a state with arrays [N, ...] in the place of a `ClientStore` or of `Spread` parts."""
     if isinstance(state.clients, ClientStore):
         return state.clients.fill(state, state.clients.column)
     return spread.gathered(state)

@@ -29,18 +29,18 @@ _MIN_BLOCK = 32  # clients that one call evaluates, or all if there are fewer
 
 @dataclass(frozen=True)
 class _StoredLeaf:
-    """Placeholder of a stored leaf: its group and its number in the group."""
+    """Placeholder of leaf `k` [N, ...] of group `g` of a `ClientStore`."""
 
     g: int
     k: int
 
 
 class FetchedCohort(NamedTuple):
-    """The sampled clients of a group, with their records at the time of fetching."""
+    """K clients of a group to train or evaluate, with their records at the time of fetching."""
 
     slots: Slots  # NumPy
-    data: FederatedData  # on the devices
-    records: np.ndarray
+    data: FederatedData  # of these clients, on the devices
+    records: np.ndarray  # client-side state, uint8 [K, bytes]; see `stores.RecordLayout`
 
 
 class StreamedProgram:
@@ -64,10 +64,10 @@ class StreamedProgram:
 
         Args:
           functions: Rounds of the method.
-          key: Key of the run.
+          key: Random key of the run.
           data: Examples of all clients.
           mesh: The devices. Default: one device.
-          end: Round after the last; its cohort is not fetched ahead.
+          end: Index after the last round; no cohort is fetched from there on. Default: no end.
           store: "host" or "disk".
           folder: Folder of the files for "disk".
         """
@@ -93,7 +93,7 @@ class StreamedProgram:
         return [np.zeros(0, np.int32) for _ in self.spec.members]
 
     def init(self, start: State | None = None) -> State:
-        """Returns the initial state, or one that starts from the end of another phase."""
+        """Returns the initial state; `start` is the last state of the previous phase, if any."""
         old: Any = None if start is None else start.clients
         if start is not None and not isinstance(old, ClientStore):
             old = ClientStore(self._stores([old]), has_groups=False)
@@ -102,6 +102,7 @@ class StreamedProgram:
         stored = {k: leaf for k, leaf in enumerate(leaves) if isinstance(leaf, _StoredLeaf)}
 
         def shape(leaf: Any) -> Any:
+            """Returns the shape and dtype of an argument."""
             if isinstance(leaf, _StoredLeaf):
                 return old.shape(leaf.g, leaf.k)
             return jax.eval_shape(lambda x: x, leaf)
@@ -121,7 +122,7 @@ class StreamedProgram:
         return self._join(rest, self._client_store(stores))
 
     def _join(self, rest: State, clients: ClientStore) -> State:
-        """Returns a state with its clients. The first call fixes the layout of offloaded rows."""
+        """Returns the state `rest` with `clients`. The first call lays out offloaded rows."""
         self.offloaded_rows = self.offloaded_rows or OffloadedRows(clients)
         return rest._replace(clients=clients)
 
@@ -132,17 +133,18 @@ class StreamedProgram:
         old: ClientStore | None,
         stored: Mapping[int, _StoredLeaf],
     ) -> RowStore:
-        """Returns the store of a group at the start of a phase.
+        """Returns the store of a group, or of an offloaded part, at the start of a phase.
 
         Args:
           structure: Tree structure of a client's arrays.
           leaves: Initial value of each leaf.
-          old: Clients at the end of the previous phase.
-          stored: Leaves of `old` by their number among the arguments of `init`.
+          old: Clients at the end of the previous phase; None in the first phase.
+          stored: Leaves of `old` by their index among the leaves of `init`'s arguments.
         """
         n = self.spec.federation.clients
 
         def rows_of(leaf: InitialLeaf, ids: np.ndarray) -> np.ndarray:
+            """Returns the initial rows of these clients, [len(ids), ...]."""
             if leaf.argument is not None:
                 assert old is not None
                 source = stored[leaf.argument]
@@ -153,6 +155,7 @@ class StreamedProgram:
             return np.broadcast_to(leaf.row, (len(ids), *leaf.row.shape))
 
         def first_row(leaf: InitialLeaf) -> np.ndarray:
+            """Returns the row of clients whose record is not written."""
             if leaf.argument is None or old is None:
                 return rows_of(leaf, np.zeros(1, int))[0]
             source = stored[leaf.argument]
@@ -184,7 +187,7 @@ class StreamedProgram:
         return ClientStore(stores, groups.has_groups(method), part_names(method))
 
     def _stores(self, client_trees: Sequence[PyTree]) -> list[RowStore]:
-        """Copies trees with leaves [N, ...] into stores."""
+        """Copies trees with leaves [N, ...], of groups or offloaded parts, into one store each."""
         stores = []
         for tree in client_trees:
             first = trees.row(tree, 0)
@@ -200,7 +203,7 @@ class StreamedProgram:
         return stores
 
     def compile(self, state: State, t: int) -> None:
-        """Compiles training and evaluation now, so that no round waits for it."""
+        """Compiles training and evaluation, with the cohort of round `t` of a state like this."""
         shared, number = state._replace(clients=()), self._number(t)
         cohort_batches = self._batches(state.clients, self._next_cohort(state.clients, t))
         self.train = self.train.lower(self.key, shared, cohort_batches, number).compile()
@@ -211,9 +214,9 @@ class StreamedProgram:
                 self.score[g] = self.score[g].lower(self.key, shared, batch, number).compile()
 
     def run(self, state: State, t: int, n: int) -> tuple[State, tuple[Log, ...]]:
-        """Runs rounds t to t + n - 1. Returns the state and the logs of all groups in NumPy.
+        """Runs rounds t to t + n - 1. Returns the state, and a log in NumPy for each group.
 
-        The arrays of the state that is passed in are used up.
+        The arrays of the logs are [n, K]. Those of the state that is passed in are used up.
         """
         clients, shared, all_logs = state.clients, state._replace(clients=()), []
         offloaded = self._read_from(clients)
@@ -239,7 +242,7 @@ class StreamedProgram:
         return shared._replace(clients=clients), stacked
 
     def evaluate(self, state: State, t: int) -> Evaluation:
-        """Scores all clients as of round `t`, in NumPy and in blocks with prefetching."""
+        """Scores all clients after `t` rounds, in NumPy and in blocks with prefetching."""
         self._read_from(state.clients)
         shared, n = state._replace(clients=()), self.spec.federation.clients
         evaluation: Any = None
@@ -265,7 +268,7 @@ class StreamedProgram:
         return evaluation
 
     def observe(self, algorithm: Algorithm, state: State) -> dict[str, np.ndarray]:
-        """Returns the arrays that the method exposes of its state.
+        """Returns the diagnostics of the method's `observe`, arrays by name.
 
         Only leaves of all clients that these arrays depend on are read.
         """
@@ -294,7 +297,10 @@ class StreamedProgram:
         return dict(zip(names, jax.device_get(values), strict=True))
 
     def _train(self, key: Any, shared: State, cohort_batches: Any, t: Any) -> Any:
-        """Like `RoundFunctions.run_cohort`; also returns the pending writes of offloaded rows."""
+        """Like `RoundFunctions.run_cohort`, with offloaded rows.
+
+        Returns the state, the pending writes of offloaded rows by name, and the logs.
+        """
         assert self.offloaded_rows is not None
         rows = self.offloaded_rows.join(shared.rows, len(cohort_batches[0].slots.ids))
         state, logs = self.functions.run_cohort(key, shared._replace(rows=rows), cohort_batches, t)
@@ -302,12 +308,13 @@ class StreamedProgram:
         return state._replace(rows=on_device), pending, logs
 
     def _score(self, score: Any, key: Any, shared: State, batch: CohortBatch, t: Any) -> Evaluation:
+        """Calls `score`, a result of `RoundFunctions.score_cohort`, with offloaded rows."""
         assert self.offloaded_rows is not None
         rows = self.offloaded_rows.join(shared.rows)
         return score(key, shared._replace(rows=rows), batch, t)
 
     def _read_from(self, clients: ClientStore) -> OffloadedRows:
-        """Makes programs read offloaded rows from this store."""
+        """Makes programs read offloaded rows from this store; returns these rows."""
         assert self.offloaded_rows is not None
         self.offloaded_rows.set_clients(clients)
         return self.offloaded_rows
@@ -316,7 +323,7 @@ class StreamedProgram:
         return self.place(np.int32(value))
 
     def _evaluated_ids(self) -> list[np.ndarray]:
-        """Returns the evaluated clients of each group."""
+        """Returns the ids of the evaluated clients of each group."""
         ids = self.spec.evaluated_ids
         if ids is None:
             ids = np.arange(self.spec.federation.clients)
@@ -327,31 +334,34 @@ class StreamedProgram:
         return max(1, min(len(ids), max(_MIN_BLOCK, self.spec.cohort)))
 
     def _next_cohort(self, clients: ClientStore, t: int) -> list[FetchedCohort]:
-        """Returns the cohort of round `t`, and fetches it if that has not been done."""
+        """Returns the cohort of round `t`, one entry per group; fetches it if necessary."""
         if self.prefetched is None or self.prefetched[0] != t:
             self._prefetch(clients, t)
         assert self.prefetched is not None
         return self.prefetched[1].result()
 
     def _prefetch(self, clients: ClientStore, t: int) -> None:
+        """Starts to fetch the cohort of round `t` in the worker thread."""
         # Sample now: in the worker this would wait for the round that is submitted next.
         slots = self.sample(self.key, self._number(t))
         self.stale = self._no_ids()
         self.prefetched = t, self.worker.submit(self._fetch_cohort, clients, slots)
 
     def _fetch_cohort(self, clients: ClientStore, slots: Sequence[Slots]) -> list[FetchedCohort]:
+        """Fetches the sampled clients of each group, given the slots of each group."""
         return [
             self._fetch(clients, g, Slots(*map(np.asarray, group_slots)), test=False)
             for g, group_slots in enumerate(slots)
         ]
 
     def _fetch_block(self, clients: ClientStore, g: int, ids: np.ndarray) -> FetchedCohort:
-        """Fetches clients to evaluate, padded to the length of a block."""
+        """Fetches clients of group `g` to evaluate, padded with empty slots to a block's length."""
         padding = self._block_length(self._evaluated_ids()[g]) - len(ids)
         padded = np.pad(ids, (0, padding), mode="edge")
         return self._fetch(clients, g, Slots(padded, np.arange(len(padded)) < len(ids)), test=True)
 
     def _fetch(self, clients: ClientStore, g: int, slots: Slots, *, test: bool) -> FetchedCohort:
+        """Fetches the clients of group `g` in these slots, with test examples if `test`."""
         ids = np.asarray(slots.ids)
         data = cohort_data(self.data, ids, self._capacity(len(ids), test), test=test)
         return FetchedCohort(slots, self.place(data), clients.records(g, ids))
@@ -359,7 +369,10 @@ class StreamedProgram:
     def _batches(
         self, clients: ClientStore, cohorts: Sequence[FetchedCohort], first_group: int = 0
     ) -> tuple[CohortBatch, ...]:
-        """Puts fetched cohorts on the devices, with the current records of stale clients."""
+        """Puts fetched clients on the devices, with new records of those that changed since.
+
+        The `cohorts` are of the groups `first_group`, `first_group` + 1 and so on.
+        """
         batches = []
         for g, (slots, data, records) in enumerate(cohorts, first_group):
             is_stale = np.isin(slots.ids, self.stale[g])

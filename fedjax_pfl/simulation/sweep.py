@@ -13,7 +13,7 @@ from fedjax_pfl.simulation.rounds import compile_rounds
 
 
 class SeparateRunsError(UsageError):
-    """Settings of which one program cannot have several values."""
+    """Error: one program cannot compute runs with several values of the settings `names`."""
 
     def __init__(self, names: Sequence[str], message: str) -> None:
         super().__init__(message)
@@ -21,19 +21,19 @@ class SeparateRunsError(UsageError):
 
 
 class Points(NamedTuple):
-    """Seed and settings of each run of a sweep, on axis 0. Takes the place of a run's key."""
+    """Seed and settings of the P runs of a sweep. Takes the place of a run's key."""
 
-    key: jax.Array
-    number: jax.Array  # int32 [points]: index into the values of each setting
+    key: jax.Array  # [P]: random key of each run
+    number: jax.Array  # int32 [P]: index of each run into the values of every swept setting
 
 
 def points(seeds: Sequence[int]) -> Points:
-    """Returns the points of a sweep of several seeds."""
+    """Returns the points of a sweep with one run for each seed, numbered from 0."""
     return Points(jnp.stack([jax.random.key(seed) for seed in seeds]), jnp.arange(len(seeds)))
 
 
 def shapes_of_one(shapes: Any) -> Any:
-    """Returns the shapes of one run's state from the shapes of all."""
+    """Returns a tree of shapes without axis 0, the axis of the runs."""
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), shapes)
 
 
@@ -47,16 +47,18 @@ def make_rounds(
 
     Args:
       make: Function from the swept settings, each a traced float32 scalar, to one run's rounds.
-      settings: Values of the swept settings, by name.
-      mesh: Devices.
+      settings: For each swept setting, by name, its values, which `Points.number` selects from.
+      mesh: Devices; None: one device.
       width: Number of runs that are computed at the same time.
     """
 
     def functions(index: jax.Array) -> RoundFunctions:
+        """Returns the rounds of the run whose `Points.number` is `index`."""
         tables = {name: jnp.asarray(values, jnp.float32) for name, values in settings.items()}
         return make({name: table[index] for name, table in tables.items()})
 
     def map_runs(f: Callable[..., Any], *trees: Any) -> Any:
+        """Maps `f` over axis 0 of the trees, its arguments."""
         batch_size = width if width > 1 else None
         return jax.lax.map(lambda arguments: f(*arguments), trees, batch_size=batch_size)
 

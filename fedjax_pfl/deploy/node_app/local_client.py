@@ -20,11 +20,12 @@ _SERVER_CODE_FUNCTIONS = ("install_from_fab", "install_app_dependencies", "get_l
 
 
 def client_app(folder: Path) -> ClientApp:
-    """Builds the Flower app that passes messages to the worker of a folder."""
+    """Builds the Flower app that passes messages to the worker of a node's folder."""
     app = ClientApp()
 
     @app.query()
     def respond(message: Message, context: Any) -> Message:
+        """Returns the worker's response; Flower passes a context, which is not used."""
         part: Any = message.content.array_records.get("message", {})
         content = part["message"].data if set(part) == {"message"} else b""
         response = node_pipe.ask(folder, content)
@@ -37,7 +38,7 @@ def client_app(folder: Path) -> ClientApp:
 def replace_foreign_code(folder: Path) -> Any:
     """Patches Flower's module so that it installs nothing and only loads the local app.
 
-    Returns the patched module.
+    Takes the node's folder and returns the patched module.
     """
     module: Any = importlib.import_module("flwr.supernode.runtime.run_clientapp")
     for name in _SERVER_CODE_FUNCTIONS:

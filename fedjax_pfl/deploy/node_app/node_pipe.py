@@ -38,7 +38,10 @@ def ask(folder: Path, content: bytes, seconds: float = 120.0) -> bytes:
 
 @contextlib.contextmanager
 def _socket(folder: Path) -> Iterator[tuple[socket.socket, str]]:
-    """Opens a socket; yields it and its address, short enough for the limit on Unix sockets."""
+    """Creates a Unix socket; yields it, neither bound nor connected, and the worker's address.
+
+    The address is a path that stays within the limit on its length.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     connection = socket.socket(socket.AF_UNIX)
     try:
@@ -50,7 +53,7 @@ def _socket(folder: Path) -> Iterator[tuple[socket.socket, str]]:
 
 @contextlib.contextmanager
 def listening(folder: Path) -> Iterator[socket.socket]:
-    """Opens the worker's end of the socket; only the folder's owner can connect."""
+    """Yields the worker's listening socket in a node's folder; only its owner can connect."""
     folder.mkdir(parents=True, exist_ok=True)
     os.chmod(folder, 0o700)
     with _socket(folder) as (listener, address):
@@ -72,7 +75,7 @@ def receive(connection: socket.socket) -> bytes:
 
 
 def _exactly(connection: socket.socket, length: int) -> bytes:
-    """Receives `length` bytes."""
+    """Receives exactly `length` bytes; raises ConnectionResetError if fewer arrive."""
     parts = []
     while length:
         part = connection.recv(min(length, 1 << 20))
