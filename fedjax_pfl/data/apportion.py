@@ -27,8 +27,9 @@ def assign_examples(labels: Ints, counts: Ints, rng: np.random.Generator) -> Int
 
 
 def round_shares(shares: np.ndarray, totals: Ints) -> Ints:
-    """Converts shares [N, C] of `totals` [C] to counts by rounding cumulative sums.
+    """Converts each client's fractions `shares` [N, C] of each class to numbers of examples.
 
+    `totals` [C] has the number of examples of each class. Cumulative sums over clients are rounded.
     Each column of shares sums to at most 1. Returns int [N, C]; a column whose shares sum to 1 adds
     up to exactly its total.
     """
@@ -39,15 +40,15 @@ def round_shares(shares: np.ndarray, totals: Ints) -> Ints:
 def scale_counts(counts: Ints, totals: Ints, new_totals: Ints) -> Ints:
     """Scales counts [N, C] from `totals` [C] to `new_totals` [C] in exact integer arithmetic.
 
-    Column sums of `counts` are at most `totals`. Returns int [N, C]; a column that adds up to its
-    total then adds up to its new total.
+    Totals are numbers of examples of each class, `counts` those on each client, which add up to at
+    most `totals`. Returns int [N, C]; a column that adds up to its total adds up to its new total.
     """
     bounds = np.cumsum(counts, 0, dtype=np.int64) * new_totals // np.maximum(totals, 1)
     return np.diff(bounds, axis=0, prepend=0)
 
 
 def largest_remainder(weights: np.ndarray, total: int) -> Ints:
-    """Splits `total` in proportion to `weights` [C] by largest remainders. Returns int [C]."""
+    """Returns `total` split in proportion to `weights` [C] by largest remainders, int [C]."""
     exact = weights * (total / weights.sum())
     counts = np.floor(exact).astype(np.int64)
     missing = total - int(counts.sum())
@@ -56,7 +57,9 @@ def largest_remainder(weights: np.ndarray, total: int) -> Ints:
 
 
 def round_robin(totals: Ints, clients: int) -> Ints:
-    """Deals the `totals` [C] of examples, sorted by class, to the clients in turn.
+    """Gives the examples, sorted by class, one by one to the clients in turn.
+
+    `totals`, int [C], has the number of examples of each class, and `clients` is N.
 
     Returns counts, int [N, C]. Sizes of clients differ by at most one, and so do the counts of
     every class.
@@ -67,19 +70,18 @@ def round_robin(totals: Ints, clients: int) -> Ints:
 
 
 def can_pick(capacity: Ints, clients: int, picks: int) -> bool:
-    """Returns True if each client can pick `picks` classes within the `capacity` [C] of classes."""
+    """Returns True if each client can pick `picks` classes, no class above its `capacity` [C]."""
     return int(np.clip(capacity, 0, clients).sum()) >= clients * picks
 
 
 def pick_classes(capacity: Ints, clients: int, picks: int, rng: np.random.Generator) -> np.ndarray:
     """Picks random distinct classes for each client, no class more often than its capacity.
 
-    Succeeds if `can_pick` is True. Picks are uniform until a class must be taken or spared. While r
-    clients remain, a class with capacity r or more is never scarce. Of the scarce classes a client
-    takes only those that leave enough for the others. Returns int [N, picks].
+    `can_pick` must be True. Picks are uniform, except where that would leave too few classes for
+    the clients that follow. Returns the classes of each client, int [N, picks].
 
     Args:
-      capacity: int [C], how often each class may be picked.
+      capacity: int [C], the number of clients that may pick each class.
       clients: Number of clients N.
       picks: Number of classes of each client.
       rng: Chooses the classes.
@@ -100,8 +102,8 @@ def pick_classes(capacity: Ints, clients: int, picks: int, rng: np.random.Genera
 def pick_least_used(classes: int, clients: int, picks: int, rng: np.random.Generator) -> np.ndarray:
     """Picks `picks` of the classes for each client, always among those picked least so far.
 
-    Returns int [N, picks] with distinct classes in each row. Numbers of uses of two classes differ
-    by at most one; `rng` breaks ties.
+    Returns int [N, picks] with distinct classes, from 0 to classes - 1, in each row. No class is
+    picked more than once more often than another; `rng` breaks ties.
     """
     used = np.zeros(classes, np.int64)
     result = np.zeros((clients, picks), np.int64)
@@ -117,15 +119,15 @@ def sample_counts(
     weights: Callable[[np.ndarray], np.ndarray],
     rng: np.random.Generator,
 ) -> Ints:
-    """Samples one client's examples by class weights, without replacement.
+    """Samples the classes of one client's examples by class weights, without replacement.
 
-    Returns counts, int [C], that add up to `size`. Samples beyond the last example of a class are
-    repeated.
+    Returns the number of examples of each class, int [C], which add up to `size`. Samples beyond
+    the last example of a class are sampled again, from the classes that are left.
 
     Args:
       available: int [C], examples left of each class; at least `size` in total.
       size: Number of examples of the client.
-      weights: Maps bool [C], True for classes with examples left, to class weights, float [C].
+      weights: Maps bool [C], True for classes with examples left, to their weights, float [C].
       rng: Samples the classes.
     """
     counts = np.zeros_like(available)

@@ -20,15 +20,16 @@ _YIQ = (_LUMA, (0.596, -0.274, -0.322), (0.211, -0.523, 0.312))
 
 
 def augment(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Augments images [B, H, W, C] with values in [0, 1], each independently.
+    """Crops, flips and recolours images at random, each independently.
 
+    Takes and returns images [B, H, W, C] with values in [0, 1].
     Saturation, hue and gray need C = 3; other images only change in brightness and contrast.
     """
     return jax.vmap(_augment_image)(x, jax.random.split(key, len(x)))
 
 
 def _augment_image(image: jax.Array, key: jax.Array) -> jax.Array:
-    """Crops, flips and recolours one image [H, W, C]."""
+    """Crops, flips and recolours one image [H, W, C] at random; its shape stays."""
     crop_key, flip_key, colour_key = jax.random.split(key, 3)
     image = _crop(image, crop_key)
     image = jnp.where(jax.random.bernoulli(flip_key), image[:, ::-1], image)
@@ -36,7 +37,7 @@ def _augment_image(image: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def _crop(image: jax.Array, key: jax.Array) -> jax.Array:
-    """Crops a part of random size, shape and place and resizes it to the size of the image."""
+    """Crops a random rectangle of an image [H, W, C] and resizes it to [H, W, C]."""
     area_key, ratio_key, y_key, x_key = jax.random.split(key, 4)
     h, w, c = image.shape
     area = jax.random.uniform(area_key, (), minval=_AREA[0], maxval=_AREA[1])
@@ -53,7 +54,10 @@ def _crop(image: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def _colour(image: jax.Array, key: jax.Array) -> jax.Array:
-    """Changes brightness, contrast, saturation and hue, and sometimes converts to gray."""
+    """Changes brightness, contrast, saturation and hue of an image [H, W, C] with values in [0, 1].
+
+    Changes are random; some images become gray. Without C = 3, only the first two change.
+    """
     keys = jax.random.split(key, 6)
 
     def factor(key: jax.Array) -> jax.Array:
@@ -77,7 +81,7 @@ def _colour(image: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def _rotate_hue(image: jax.Array, turns: jax.Array) -> jax.Array:
-    """Rotates the hue by a number of full turns."""
+    """Rotates the hue of an image [H, W, 3]; `turns`, a scalar, is 1 for the full circle."""
     to_yiq = jnp.array(_YIQ)
     cos, sin = jnp.cos(2 * math.pi * turns), jnp.sin(2 * math.pi * turns)
     rotation = jnp.array([[1.0, 0.0, 0.0], [0.0, cos, -sin], [0.0, sin, cos]])
@@ -85,7 +89,11 @@ def _rotate_hue(image: jax.Array, turns: jax.Array) -> jax.Array:
 
 
 def on_normalised(scale: Any, shift: Any) -> Any:
-    """Returns a function like `augment` for uint8 images that were scaled to x * scale + shift."""
+    """Returns a function like `augment`, (x, key) -> x, for normalised images.
+
+    It takes and returns images that were uint8 and became x * scale + shift. `scale` and `shift`
+    are arrays that broadcast to [B, H, W, C].
+    """
 
     def augment_normalised(x: jax.Array, key: jax.Array) -> jax.Array:
         raw = (x - shift) / (255 * scale)

@@ -15,17 +15,17 @@ _X_TYPES, _Y_TYPES = ("uint8", "int32", "float32"), ("int32", "float32", "bool")
 class Problem(NamedTuple):
     """The first invalid value of an array, as parts of a message."""
 
-    example: int
-    message: str
-    place: str  # column or position within the example
-    hint: str
+    example: int  # index along the first axis
+    message: str  # what is wrong, such as "x has 3 values that are not finite, the first"
+    place: str  # ", column 2" or ", at [0, 5]" within the example; "" for labels [examples]
+    hint: str  # "; " and what to do about it, or ""
 
 
 def find_problem(x: np.ndarray, y: np.ndarray, outputs: int) -> Problem | None:
     """Returns the first NaN or infinite value or invalid label, or None if all values are valid.
 
-    Classes `y` [examples] must be 0 to outputs - 1. Classes of positions may also be -1, which
-    means no label.
+    Integer labels `y` must be 0 to outputs - 1. Those of shape [examples, positions] may also be
+    -1, which means no label. `x` has shape [examples, ...].
     """
     for field, values in (("x", x), ("y", y)):
         number, index = _find_nonfinite(values)
@@ -49,7 +49,7 @@ def find_problem(x: np.ndarray, y: np.ndarray, outputs: int) -> Problem | None:
 
 
 def _find_nonfinite(values: np.ndarray) -> tuple[int, tuple[int, ...]]:
-    """Returns the number of NaN and infinite values, and the index of the first, () if none."""
+    """Returns the number of NaN and infinite values, and the index of the first, or () if none."""
     number, first = 0, tuple[int, ...]()
     step = rows_per_chunk(values)
     for start in range(0, len(values), step) if values.dtype.kind == "f" else ():
@@ -67,7 +67,7 @@ def _first_true(mask: np.ndarray) -> tuple[int, ...]:
 
 
 def _place(index: tuple[int, ...]) -> str:
-    """Describes an index within an example: the column of a table, the position in an image."""
+    """Returns ", column 2" or ", at [0, 5]", the place in the example of an index of the array."""
     inner = index[1:]
     if len(inner) < 2:
         return f", column {inner[0]}" if inner else ""
@@ -79,7 +79,9 @@ def check_federated(
 ) -> None:
     """Raises UsageError, naming client and field, for examples that cannot be used for training.
 
-    The message begins with the dataset's `name`. If not `rounded`, numbers may still be float64.
+    Checks types, finite values and the range of labels, and that each client has a labelled
+    training example. The message begins with the dataset's `name`. If not `rounded`, x and y may
+    still be float64.
     """
     x, y = np.asarray(data.x), np.asarray(data.y)
     for field, values, dtypes in (("x", x, _X_TYPES), ("y", y, _Y_TYPES)):
@@ -101,7 +103,7 @@ def check_federated(
 
 
 def describe_holder(data: FederatedData, federation: Federation, row: int) -> str:
-    """Returns a phrase that names the client and split of an example, for messages."""
+    """Returns, for a row of `data.x`, a phrase like "one of the training examples of client 3"."""
     splits = {"training": data.train, "validation": data.validation, "test": data.test}
     for name, split in splits.items():
         matches = (np.asarray(split.rows) == row) & row_mask(split)
@@ -112,11 +114,11 @@ def describe_holder(data: FederatedData, federation: Federation, row: int) -> st
 
 
 def row_mask(split: Split) -> np.ndarray:
-    """Returns bool [N, longest]: True for the rows of each client, False for padding."""
+    """Returns bool [N, longest] for `split.rows`: True for examples, False for padding."""
     return np.arange(np.shape(split.rows)[1]) < np.asarray(split.size)[:, None]
 
 
 def _label(federation: Federation, client: int) -> str:
-    """Returns the number of a client, followed by the name of its owner if it differs."""
+    """Returns the number of a client, and in brackets the name of its owner if it differs."""
     owner = federation.owners and federation.owners[client]
     return f"{client} ({owner})" if owner and owner != str(client) else f"{client}"

@@ -24,13 +24,13 @@ _HINT = ", normalise them (normalise, normalise_label), or leave the column out"
 class Roles(NamedTuple):
     """Settings that say which columns to use and how; `ROLES` documents them."""
 
-    owner: str
-    input: str
-    label: str
-    label_kind: str
-    categories: str
-    normalise: str
-    normalise_label: bool
+    owner: str  # column with the owner of a row; "": no owners
+    input: str  # input columns, separated by commas; "": all except owner and label
+    label: str  # column to predict
+    label_kind: str  # auto (by the values), class, or number (integers as a regression)
+    categories: str  # encoding of text columns: onehot, or index
+    normalise: str  # moments of input numbers: over the federation, of each client, or none
+    normalise_label: bool  # also normalise the target of a regression
 
 
 ROLES = """
@@ -49,8 +49,8 @@ Args:
 def table_dataset(source: str, tables: tuple[Table, Table | None], roles: Roles) -> Dataset:
     """Makes a dataset whose examples are the rows of a table.
 
-    `tables` are the table for training and, if there is one, the table for testing. Messages name
-    settings of the `source`.
+    `tables` are the table for training and, if there is one, the table for testing. `source`, such
+    as csv, is the prefix of setting names in messages.
     """
     require_one_of(f"{source}.label_kind", roles.label_kind, LABEL_KINDS)
     require_one_of(f"{source}.categories", roles.categories, CATEGORIES)
@@ -109,7 +109,7 @@ def table_dataset(source: str, tables: tuple[Table, Table | None], roles: Roles)
 
 
 def _join(name: str, column: str, parts: list[np.ndarray]) -> np.ndarray:
-    """Concatenates the training and test part of a column, or raises UsageError."""
+    """Joins a column's training and test rows; UsageError if types differ or one is infinite."""
     if len({(p.shape[1:], p.dtype.kind in "US") for p in parts}) > 1:
         raise UsageError(f"{name}: column {column!r} differs between training and test")
     if any(p.dtype == np.uint64 for p in parts) and all(_are_nonnegative(p) for p in parts):
@@ -127,12 +127,12 @@ def _join(name: str, column: str, parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _are_nonnegative(values: np.ndarray) -> bool:
-    """Returns True for integers from 0."""
+    """Returns True if the values are integers and none is negative."""
     return values.dtype.kind in "iu" and bool(np.all(values >= 0))
 
 
 def _class_names(table: Table, column: str, values: np.ndarray) -> np.ndarray:
-    """Replaces the integers of a column by class names if the file has these."""
+    """Returns a column's values, its integers replaced by class names if the file has these."""
     names = table.classes.get(column)
     if not names or values.ndim > 1:
         return values
@@ -141,7 +141,7 @@ def _class_names(table: Table, column: str, values: np.ndarray) -> np.ndarray:
 
 
 def _owner_ids(owner: np.ndarray) -> np.ndarray:
-    """Returns integers from 0 as integers and anything else as text, so 01 differs from 1."""
+    """Returns owners [rows] as integers if all are integers from 0, else as text; 01 is text."""
     if owner.dtype.kind != "U":
         return owner if _are_nonnegative(owner) else owner.astype(str)
     try:
@@ -153,7 +153,10 @@ def _owner_ids(owner: np.ndarray) -> np.ndarray:
 
 
 def _normalisation(roles: Roles, is_number: np.ndarray, y: np.ndarray) -> Normalisation | None:
-    """Returns the normalisation that the settings request, or None if no number is normalised."""
+    """Returns the normalisation that the settings request, or None if no number is normalised.
+
+    `is_number`, bool [features], is True for inputs that are numbers; `y` has the labels.
+    """
     targets = y.dtype.kind == "f" and roles.normalise_label
     features = is_number if roles.normalise != "none" else np.zeros_like(is_number)
     if not features.any() and not targets:
@@ -167,7 +170,8 @@ def _labels(
 ) -> tuple[np.ndarray, int, dict[str, Any]]:
     """Converts the label column.
 
-    Returns y as for `Dataset`, the number of outputs, and the metadata of labels.
+    Returns y as for `Dataset`, the number of outputs, and metadata: "label", the column's name,
+    and "classes", their names, if a row has one class.
 
     Args:
       source: Name of the source, for messages.
@@ -213,8 +217,9 @@ def _inputs(
 ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
     """Joins the input columns of dataset `name`, given by name and values.
 
-    Returns x [rows, features], a mask of features that are numbers, and the metadata of inputs.
-    Messages name settings of the `source`.
+    Returns x [rows, features], a mask, bool [features], of features that are numbers, and metadata:
+    "input", the names of features, and "categories", the texts of each text column. `source`, such
+    as csv, is the prefix of setting names in messages.
     """
     # float64 until normalisation, which needs the precision
     dtype = np.float32 if roles.normalise == "none" else np.float64
@@ -250,7 +255,11 @@ def _inputs(
 def _wide_input(
     name: str, source: str, columns: list[tuple[str, np.ndarray]], dtype: Any
 ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-    """Like `_inputs`, for a single column of lists, images or tokens."""
+    """Like `_inputs`, for a single column of lists, images or tokens.
+
+    Returns x [rows, ...], a mask of its last axis that is True for real numbers, and metadata. Real
+    numbers get the float type `dtype`.
+    """
     if len(columns) > 1:
         column = next(c for c, values in columns if values.ndim > 1)
         raise UsageError(

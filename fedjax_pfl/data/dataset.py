@@ -24,12 +24,12 @@ PADDING = -1  # label of a position without a label
 
 
 class Normalisation(NamedTuple):
-    """Numbers to scale to mean 0 and deviation 1 after the partition."""
+    """Choice of the numbers to scale to mean 0 and deviation 1 after the partition."""
 
     # federation: over all training examples; client: over those of each client; LATER: examples
     # stay float64, because a node must first receive the moments of the other nodes
     scope: str
-    features: np.ndarray  # bool [last axis of x]; the others stay unchanged
+    features: np.ndarray  # bool [last axis of x]: True to scale; the others stay unchanged
     targets: bool  # also the targets of a regression, always over all training examples
 
 
@@ -45,15 +45,15 @@ class Dataset(NamedTuple):
     scale: np.ndarray | None = None  # examples become x * scale + shift in float32
     shift: np.ndarray | None = None  # None with scale=None: examples are used as stored
     coarse: np.ndarray | None = None  # int [outputs]: the superclass of each class
-    owner_train: np.ndarray | None = None  # int [examples]: owner (writer, alphabet), from 0
-    owner_test: np.ndarray | None = None  # likewise, of the test set
+    owner_train: np.ndarray | None = None  # int [examples]: person or group each comes from
+    owner_test: np.ndarray | None = None  # likewise, of the test set; owners are numbered from 0
     owner_classes: np.ndarray | None = (
         None  # bool [owners, outputs]: classes that an owner can have
     )
     owner_names: np.ndarray | None = None  # text [owners]; None if owners are named by number
-    normalise: Normalisation | None = None
+    normalise: Normalisation | None = None  # None: no number is normalised after the partition
     overlapping: bool = False  # examples of an owner share values, so none may be split off
-    metadata: Mapping[str, Any] | None = None  # names of columns, classes or tokens
+    metadata: Mapping[str, Any] | None = None  # "input", "label", "classes", "tokens": names
 
     def __repr__(self) -> str:
         """Returns one line without the arrays."""
@@ -154,7 +154,7 @@ def arrays(
 
 
 def _to_array(name: str, argument: str, values: Any) -> np.ndarray:
-    """Returns the value of an argument of dataset `name` as an array, or raises UsageError."""
+    """Returns `values` as an array; `name` (of the dataset) and `argument` are for messages."""
     if np.ma.is_masked(values):
         raise UsageError(f"{name}: {argument} has masked values; remove or fill these examples")
     try:
@@ -171,7 +171,11 @@ def _targets(y: np.ndarray) -> np.ndarray:
 
 
 def _outputs(name: str, x: np.ndarray, y: np.ndarray, requested: int | None) -> int:
-    """Returns the requested number of outputs, or the number that the labels need."""
+    """Returns the requested number of outputs, or the number that the labels need if None.
+
+    That is the largest class, or token of x, plus 1, or the number of columns of other labels.
+    Raises UsageError if `requested` is invalid, or if classes are so sparse that they look wrong.
+    """
     if requested is not None:
         if not isinstance(requested, int | np.integer) or not 1 <= requested <= _MOST_OUTPUTS:
             raise UsageError(
@@ -203,9 +207,9 @@ def _check_examples(
     Args:
       label: Name of the set, for messages.
       examples: x and y of the set.
-      train: x and y of the training set, with the required shapes and types.
+      train: x and y of the training set, whose shapes and kind of labels are required.
       outputs: Number of outputs.
-      owners: Owner of each example, for messages.
+      owners: Owner of each example, for messages, or None.
     """
     (x, y), (x_train, y_train) = examples, train
     if x.ndim < 2 or x.shape[1:] != x_train.shape[1:] or y.shape[1:] != y_train.shape[1:]:
@@ -238,7 +242,7 @@ def _check_examples(
 
 
 def _as_int32(label: str, x: np.ndarray) -> np.ndarray:
-    """Returns integers as int32; raises UsageError if one is beyond 32 bits."""
+    """Returns integers as int32; raises UsageError, beginning with `label`, if one is too large."""
     limits = np.iinfo(np.int32)
     if x.size and not limits.min <= int(x.min()) <= int(x.max()) <= limits.max:
         raise UsageError(
@@ -251,12 +255,12 @@ def _as_int32(label: str, x: np.ndarray) -> np.ndarray:
 def _check_owners(
     name: str, argument: str, owners: np.ndarray | None, examples: int | None
 ) -> np.ndarray | None:
-    """Returns owners as integers from 0 or as stripped text, or raises UsageError.
+    """Returns owners [examples] as nonnegative integers or as stripped text, or raises UsageError.
 
     Args:
       name: Name of the dataset, for messages.
       argument: Name of the argument that holds the owners, for messages.
-      owners: Person or device that each example comes from, by name or number, or None.
+      owners: Person or device that each example comes from, by name or number, or None: no owners.
       examples: Expected number of owners; None: any number.
     """
     if owners is None:
@@ -294,11 +298,11 @@ def number_owners(
       name: Name of the dataset, for messages.
       owners: Name or number of the owner of each training example, or None.
       owners_test: Name or number of the owner of each test example, or None.
-      examples: Numbers of training and of test examples, if they may differ from those of owners.
+      examples: Numbers of training and of test examples, to check lengths. None: no check.
 
     Returns:
-      Owner of each training example, of each test example, and the names of owners. Names are None
-      if they equal the numbers.
+      The number of the owner of each training example, that of each test example, both int32, and
+      the name of each number. Each is None if not given, names also if they equal the numbers.
     """
     owners = _check_owners(name, "owners", owners, examples[0])
     owners_test = _check_owners(name, "owners_test", owners_test, examples[1])
@@ -318,7 +322,10 @@ def number_owners(
 def scale_and_shift(
     mean: tuple[float, ...], std: tuple[float, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns scale and shift that standardise uint8 pixels, from moments of pixels in [0, 1]."""
+    """Returns float32 arrays (scale, shift), [channels], that standardise uint8 pixels.
+
+    A pixel becomes x * scale + shift. `mean` and `std` are those of each channel in [0, 1].
+    """
     m, s = np.array(mean), np.array(std)
     return (1 / (255 * s)).astype(np.float32), (-m / s).astype(np.float32)
 
@@ -328,7 +335,8 @@ def subset(dataset: Dataset, sample_rows: SampleRows) -> Dataset:
 
     Args:
       dataset: The dataset.
-      sample_rows: Maps a number of examples, or of owners, to the ones to use.
+      sample_rows: Maps a number n to the indices below n to use, ascending; None for all. n is the
+        number of owners if there are any, else of examples, of the training or of the test set.
     """
     fields, changes = dataset._asdict(), dict[str, Any]()
     if dataset.owner_train is not None:

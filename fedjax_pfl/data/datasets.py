@@ -26,19 +26,19 @@ def from_csv(path: str, **settings: Any) -> Dataset:
 
     Args:
       path: The file.
-      **settings: Settings of the source `csv`, such as `label` (the column to predict) and `owner`
-        (the column with the owner of an example).
+      **settings: Keyword arguments, the settings of the source `csv`, such as `label` (the
+        column to predict) and `owner` (the column with the owner of an example).
     """
     return sources.load(f"csv:{path}", **settings)
 
 
 def from_parquet(path: str, **settings: Any) -> Dataset:
-    """Reads a Parquet file or a folder of them. Settings as for `from_csv`."""
+    """Reads a Parquet file or a folder of them. Keyword arguments as for `from_csv`."""
     return sources.load(f"parquet:{path}", **settings)
 
 
 def from_images(path: str, **settings: Any) -> Dataset:
-    """Reads a folder of images with one folder per class. Settings are those of `images`."""
+    """Reads images PATH/CLASS/*.png. Keyword arguments: `size`, `colour` (rgb, gray), `owner`."""
     return sources.load(f"images:{path}", **settings)
 
 

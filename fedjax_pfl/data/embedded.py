@@ -73,7 +73,10 @@ def synthetic(
 
 
 def _table(name: str, summary: str) -> Callable[..., Dataset]:
-    """Returns the source of one of scikit-learn's tables, with `summary` as first line of doc."""
+    """Returns a function that loads one of scikit-learn's tables as a dataset, without a test set.
+
+    `name` is that of the table, such as iris; `summary` is the first line of its docstring.
+    """
 
     def source(*, normalise: str = "federation") -> Dataset:
         from sklearn import datasets

@@ -19,7 +19,7 @@ _TRAIN, _VALIDATION, _TEST = 0, 1, 2  # use of an example
 
 
 class Portions(NamedTuple):
-    """Number of examples of each stored class on each client, int [N, stored classes]."""
+    """Number of examples on each client by class as stored in y, each int [N, stored classes]."""
 
     train: np.ndarray
     validation: np.ndarray
@@ -57,13 +57,13 @@ def federate(
       partition: One of `partitions.PARTITIONS`.
       clients: Number of clients N.
       seed: Decides everything random here. Training has another seed.
-      settings: Settings of the partition.
+      settings: Settings of the partition by name, as one mapping. None: the defaults.
       split: Source of test examples: pooled, official or shared.
       test_fraction: Fraction for testing, of a client's examples (pooled) or of all (shared).
       validation_fraction: Fraction for validation; with official, of the source's training set.
       validation_examples: Number of validation examples instead (official, shared).
       permute_labels: Give every client a random numbering of its classes. Stored labels stay.
-      held_out: Number of novel clients, the last ones, which are inactive.
+      held_out: Number of novel clients, the last ones, which do not train (inactive).
       groups: Number of architecture groups; client i is in group i % groups.
 
     Returns:
@@ -170,7 +170,10 @@ def federate(
 
 
 def portions(data: FederatedData, stored_classes: int) -> Portions:
-    """Counts each client's examples by stored class; examples without classes are one class."""
+    """Counts each client's examples by their class as stored in `data.y`, before any `label_map`.
+
+    Labels that are not one class per example, such as real targets, all count as class 0.
+    """
     y = np.asarray(data.y)
     labels = y if y.ndim == 1 else np.zeros(len(y), np.int64)
 
@@ -186,7 +189,10 @@ def portions(data: FederatedData, stored_classes: int) -> Portions:
 def _concatenate(
     dataset: Dataset,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
-    """Returns x, y, owners (or None) and a mask of test examples, of all examples of the source."""
+    """Joins training and test set. Returns x, y, owners, and bool [examples], True for testing.
+
+    Owners are None if some examples have none.
+    """
     x, y, owner = dataset.x_train, dataset.y_train, dataset.owner_train
     is_test = np.zeros(len(x), bool)
     if dataset.x_test is not None and dataset.y_test is not None:
@@ -244,8 +250,9 @@ def _split_clients(
 ) -> np.ndarray:
     """Splits each client's examples at random.
 
-    `client` has the client of each example, -1 for none. Returns the use of each example, as
-    `_split_before_partition` does.
+    `client`, int [examples], has the client of each example, -1 for none; `clients` is N. `test`
+    and `validation` are fractions of a client's examples. Returns the use of each example, int
+    [examples]: 0 for training, 1 for validation, 2 for testing.
     """
     use = np.full(len(client), _TRAIN)
     for rows in rows_by_id(client, clients):
@@ -260,7 +267,10 @@ def _split_clients(
 
 
 def _stack(rows: list[np.ndarray]) -> Split:
-    """Pads ragged rows with 0 to one table of at least one column, so indexing is always valid."""
+    """Returns the indices of each client's examples as a split: rows [N, longest], size [N].
+
+    Rows are padded with 0 to at least one column, so that indexing with them is always valid.
+    """
     # Any: NumPy arrays here, arrays of a device later.
     size: Any = np.array([len(r) for r in rows], np.int32)
     table: Any = np.zeros((len(rows), max(1, size.max())), np.int32)
@@ -269,7 +279,10 @@ def _stack(rows: list[np.ndarray]) -> Split:
 
 
 def _check_no_empty_client(splits: list[Split], split: str) -> None:
-    """Raises UsageError if a client has no training example, or all have no test example."""
+    """Raises UsageError if a client has no training example, or all have no test example.
+
+    `splits` are those for training, validation and testing; `split` is the setting, for messages.
+    """
     for use, purpose in ((_TRAIN, "train"), (_TEST, "test")):
         empty = np.flatnonzero(np.asarray(splits[use].size) == 0)
         if len(empty) and (use == _TRAIN or len(empty) == len(splits[use].size)):
@@ -282,7 +295,10 @@ def _check_no_empty_client(splits: list[Split], split: str) -> None:
 
 
 def _domains(pool: Pool, settings: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the domain of each class (-1 for none) and its number in the domain, both int [C]."""
+    """Returns the domain of each class (-1 for none) and its number in the domain, both int [C].
+
+    `settings` are those of the partition `domains`.
+    """
     domain = np.full(pool.classes, -1)
     rank = np.zeros(pool.classes, np.int32)
     for d, members in enumerate(partitions.domain_classes(pool, **settings)):
@@ -300,7 +316,7 @@ def _permute(
 ) -> np.ndarray:
     """Permutes each client's labels among the outputs that it uses.
 
-    Returns the permuted label map, int32 [N, stored classes].
+    Returns the permuted label map, int32 [N, stored classes]: a client's output for a stored class.
 
     Args:
       label_map: int32 [N, stored classes] to permute; None for the identity.
@@ -319,7 +335,11 @@ def _permute(
 def _compact(
     dataset: Dataset, normalised: NormalisedData, splits: list[Split], label_map: Any, classes: Any
 ) -> FederatedData:
-    """Returns the arrays without unused examples, unless they are mapped from a file."""
+    """Returns the arrays without unused examples, unless they are mapped from a file.
+
+    `splits` hold rows of `normalised.x`, for training, validation and testing; they are renumbered.
+    `label_map` and `classes` are fields of the result. Of `dataset` only scale and shift are used.
+    """
     x: Any = normalised.x
     y: Any = normalised.y
     used = np.full(len(x), is_mapped(x))
@@ -332,7 +352,7 @@ def _compact(
     )
 
     def with_rank(constant: Any) -> Any:
-        """Adds axes up to the rank of a batch, as strict rank promotion requires."""
+        """Returns an array (or None) with leading axes up to the rank of `x`, for broadcasting."""
         if constant is None:
             return None
         shape = np.shape(constant)

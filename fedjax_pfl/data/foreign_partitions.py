@@ -26,18 +26,18 @@ _PARTS = ("train", "test")
 class Examples(NamedTuple):
     """Examples of all clients of a training or a test set."""
 
-    x: np.ndarray
-    y: np.ndarray  # int32 [n]
-    owner: np.ndarray  # int32 [n]: client
+    x: np.ndarray  # [n, ...]: float32, uint8, or int32 tokens
+    y: np.ndarray  # int32 [n]: class
+    owner: np.ndarray  # int32 [n]: client that holds the example
 
 
 class Partition(NamedTuple):
-    """A partition of another library."""
+    """Training and test examples of clients, as another library divided them."""
 
-    library: str
+    library: str  # PFLlib or FL-bench
     train: Examples
     test: Examples
-    classes: int
+    classes: int  # number of classes
 
 
 def read(folder: Path) -> Partition:
@@ -52,7 +52,7 @@ def read(folder: Path) -> Partition:
 
 
 def read_pfllib(folder: Path) -> Partition:
-    """Reads PFLlib's folder of a dataset."""
+    """Reads a dataset's folder of PFLlib: config.json, train/CLIENT.npz and test/CLIENT.npz."""
     try:
         config = json.loads((folder / "config.json").read_text())
         clients, classes = int(config["num_clients"]), config.get("num_classes")
@@ -77,7 +77,7 @@ def read_pfllib(folder: Path) -> Partition:
 
 
 def read_fl_bench(folder: Path) -> Partition:
-    """Reads FL-bench's folder of a dataset. Validation examples are appended to training ones."""
+    """Reads a dataset's folder of FL-bench, appending validation examples to training ones."""
     path = folder / "partition.pkl"
     try:
         clients = plain_pickle.load(path)["data_indices"]
@@ -117,7 +117,7 @@ def write(partition: Partition, folder: Path) -> None:
 
 
 def _concatenate(label: str, examples: Sequence[tuple[np.ndarray, np.ndarray]]) -> Examples:
-    """Joins (x, y) of each client."""
+    """Joins the pairs (x, y) of clients 0, 1, ...; UsageError begins with `label`."""
     xs, ys = zip(*examples, strict=True)
     filled = [x for x in xs if len(x)]  # an empty client's x may have no shape
     if len({x.shape[1:] for x in filled}) != 1:
@@ -127,7 +127,10 @@ def _concatenate(label: str, examples: Sequence[tuple[np.ndarray, np.ndarray]]) 
 
 
 def _check(folder: Path, partition: Partition) -> Partition:
-    """Raises UsageError for labels outside the classes and clients without training examples."""
+    """Returns the same partition; `folder` is for messages.
+
+    Raises UsageError for labels outside the classes and for clients without training examples.
+    """
     for y in (partition.train.y, partition.test.y):
         if not 0 <= y.min() <= y.max() < partition.classes:
             raise UsageError(f"{folder} has labels outside 0 to {partition.classes - 1}")
@@ -166,7 +169,7 @@ def _inputs(path: Path, values: Any) -> np.ndarray:
 
 
 def _fl_bench_examples(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Returns x and y of FL-bench's dataset, in the order that the partition's indices mean."""
+    """Returns x [n, ...] and y, int32 [n], of FL-bench's dataset, in the order of its indices."""
     for x_name, y_name in (("data.npy", "targets.npy"), ("raw/xdata.npy", "raw/ydata.npy")):
         if (folder / x_name).is_file():
             x, y = (np.load(folder / name, allow_pickle=False) for name in (x_name, y_name))
@@ -197,7 +200,10 @@ def _fl_bench_examples(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _images(x: np.ndarray) -> np.ndarray:
-    """Returns examples of .npy files with a channel axis, scaled to [0, 1] as in FL-bench."""
+    """Returns x of .npy files as uint8, or as float32, images of values up to 255 divided by 255.
+
+    Rows of 784 numbers become images; images get a channel axis at the end if they have none.
+    """
     if x.ndim == 2 and x.shape[1] == 784:  # FEMNIST
         x = x.reshape(-1, 28, 28)
     x = x[..., None] if x.ndim == 3 else x
@@ -207,7 +213,7 @@ def _images(x: np.ndarray) -> np.ndarray:
 
 
 def _idx(path: Path) -> np.ndarray:
-    """Reads bytes in the IDX format of MNIST, also compressed by gzip."""
+    """Reads a file of bytes in MNIST's IDX format, also gzipped. Returns uint8 of its shape."""
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         axes = content[3]

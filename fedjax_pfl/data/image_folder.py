@@ -64,7 +64,7 @@ def images(path: str, *, size: int = 32, colour: str = "rgb", owner: str = "") -
 
 
 def _find_images(name: str, folder: Path, levels: int) -> list[Path]:
-    """Returns the image files `levels` below a folder, except hidden ones."""
+    """Returns images FOLDER/CLASS/FILE (levels 2) or FOLDER/OWNER/CLASS/FILE (3), not hidden."""
     pattern = "/".join(["*"] * levels)
     files = sorted(
         p
@@ -85,7 +85,7 @@ def _read_image(name: str, file: Path, size: int, mode: str) -> np.ndarray:
       name: Name of the dataset, for the message.
       file: Path of the image.
       size: Height and width.
-      mode: Pillow's mode to convert to.
+      mode: Pillow's mode to convert to: RGB or L (gray).
     """
     try:
         return pixels(file, mode, size)
@@ -94,7 +94,7 @@ def _read_image(name: str, file: Path, size: int, mode: str) -> np.ndarray:
 
 
 def _read_owners(path: str) -> dict[str, str]:
-    """Returns the owner of each file that a CSV file lists, or raises UsageError."""
+    """Returns the owners that the CSV file `path` lists, by image file; UsageError if it cannot."""
     table = read_csv(path, "images.owner")
     files, owners = (
         table.column(column, "images.owner", as_text=True).tolist() for column in ("file", "owner")

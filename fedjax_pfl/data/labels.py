@@ -18,7 +18,7 @@ _INTEGER = re.compile(r"[+-]?\d+")
 def class_numbers(name: str, labels: Any, *, least: int = 0, end: int = MOST_CLASSES) -> np.ndarray:
     """Returns labels as int32; raises UsageError if one is not an integer from least to end - 1.
 
-    `labels` is an array of numbers or text; `name` names their file in messages.
+    `labels` is an array of numbers or text, whose shape stays; `name` names their file in messages.
     """
     values = np.asarray(labels)
     if values.dtype.kind in "biuf":
@@ -42,16 +42,17 @@ def class_numbers(name: str, labels: Any, *, least: int = 0, end: int = MOST_CLA
 def number_classes(
     name: str, label: str, setting: str, kind: str, y: np.ndarray
 ) -> tuple[np.ndarray, list[str]]:
-    """Numbers the classes of labels `y` [rows] from 0.
+    """Numbers the distinct labels of `y` [rows] from 0, in ascending order.
 
-    Returns class numbers, int32 [rows], and the names of the classes.
+    Returns class numbers, int32 [rows], and the label of each number as text.
 
     Args:
       name: Name of the file, for messages.
       label: Name of the column.
       setting: Name of the setting for the kind of labels, for messages.
-      kind: Its value; auto raises UsageError if integers are probably measurements.
-      y: Labels.
+      kind: Its value: auto, class or number. auto raises UsageError if integers have so many
+        values that they are probably measurements.
+      y: Labels, numbers or text.
     """
     classes, numbers = np.unique(y, return_inverse=True)
     is_large = len(classes) > max(_DISTINCT_LIMIT, len(y) // 100)
@@ -66,7 +67,9 @@ def number_classes(
 def are_measurements(
     tables: Sequence[Table], parts: Sequence[np.ndarray], label: str, setting: str, kind: str
 ) -> bool:
-    """Returns False if labels are classes; raises UsageError if the files are ambiguous.
+    """Returns True if labels are real targets of a regression, False if they are classes.
+
+    Raises UsageError if the files are ambiguous, or write one number in two ways.
 
     Args:
       tables: The training table and, if there is one, the test table.

@@ -98,7 +98,7 @@ def femnist_folder(data_dir: DataDir) -> Path:
 
 
 def _read(name: str, folder: Path) -> tuple[list[str], list[Any], list[Any]]:
-    """Returns three lists with the user, input and label of each example of a folder."""
+    """Returns three lists with the user, input and label of each example in *.json of `folder`."""
     files = sorted(folder.glob("*.json"))
     if not files:
         raise UsageError(
@@ -153,7 +153,10 @@ def _classes(name: str, ys: tuple[list[Any], ...]) -> tuple[list[np.ndarray], in
 
 
 def _label_last(x: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Returns int32 of the shape of x: the label at each sequence's last token, else PADDING."""
+    """Returns y of the shape of x, int32 [n, T]: the label at the last token, else -1 (no label).
+
+    `x` has tokens, 0 for padding, and `labels`, int32 [n], the label of each sequence.
+    """
     y = np.full(x.shape, PADDING, np.int32)
     last = x.shape[1] - 1 - np.argmax(x[:, ::-1] > 0, 1)
     y[np.arange(len(x)), last] = labels
@@ -193,7 +196,11 @@ def _characters(
 
 
 def _tweets(name: str, xs: Any, length: int, words: int) -> tuple[list[np.ndarray], list[str]]:
-    """Encodes tweets. Returns x of both sets, int32 [n, length], and the word of each token."""
+    """Encodes the tweets `xs` of training and test set as sequences of their first words.
+
+    Returns x of both sets, int32 [n, length], and the word of each token. `words` is the size of
+    the vocabulary, with 0 for padding and 1 for words that are not in it.
+    """
     if length < 1 or words < 3:
         raise UsageError(f"leaf: length={length}, words={words}: use 1 or more, and 3 or more")
     try:

@@ -18,7 +18,10 @@ def _check_alphas(**alphas: float) -> None:
 
 
 def _retry(sample: Callable[[], np.ndarray], minimum: int, pool: Pool) -> np.ndarray:
-    """Samples counts until the smallest client has `minimum` examples."""
+    """Calls `sample` until each client has `minimum` examples, or raises UsageError.
+
+    `sample` returns random counts, int [N, C]. Returns the first valid counts.
+    """
     require(minimum >= 0, f"minimum={minimum} must be at least 0")
     require(
         minimum * pool.clients <= pool.total,
@@ -44,6 +47,8 @@ def dirichlet(
 ) -> Counts:
     """Divides each class among the clients by shares from Dir(alpha).
 
+    Returns int [N, C], the number of examples of each class on each client.
+
     Args:
       alpha: Concentration: with a small alpha, few clients hold most of a class.
       minimum: Least number of examples of a client; shares are sampled until it is met.
@@ -67,6 +72,8 @@ def dirichlet_classes(
     equal: bool = True,
 ) -> Counts:
     """Gives each client class proportions p_i sampled from Dir(alpha).
+
+    Returns int [N, C], the number of examples of each class on each client.
 
     Args:
       alpha: Concentration: with a small alpha, few classes make up most of a client.
@@ -109,6 +116,7 @@ def clusters(
 ) -> Counts:
     """Groups classes into random clusters and divides each cluster by shares from Dir(alpha).
 
+    Returns int [N, C], the number of examples of each class on each client.
     Within a cluster a client's examples are a random sample, whatever their class.
     References: FedEM's CIFAR-10 testbed (80 clients, 3 clusters, alpha 0.4).
     Deviations: sampled again while a client has fewer than `minimum` examples.
@@ -144,8 +152,9 @@ def pachinko(
 ) -> Counts:
     """Samples superclasses from Dir(alpha), then their classes from Dir(beta).
 
-    This is Pachinko allocation. All clients have equally many examples, without replacement; a
-    class without examples is left out of later samples.
+    This is Pachinko allocation. Returns int [N, C], the number of examples of each class on each
+    client. All clients have equally many examples, without replacement; a class without examples is
+    left out of later samples.
     References: Reddi et al., Adaptive federated optimization, appendix F; used by FedEM and FedMN.
 
     Args:

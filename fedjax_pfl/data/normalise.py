@@ -11,9 +11,9 @@ from fedjax_pfl.data.numbers import moments, rows_by_id, rows_per_chunk
 class NormalisedData(NamedTuple):
     """Normalised inputs and labels of all examples."""
 
-    x: np.ndarray
-    y: np.ndarray
-    metadata: dict[str, Any]  # means and deviations of inputs and targets, as lists
+    x: np.ndarray  # [examples, ..., features]
+    y: np.ndarray  # [examples, ...]
+    metadata: dict[str, Any]  # input_mean, input_deviation, target_mean, ...: lists; may be empty
 
 
 def normalise_examples(
@@ -62,7 +62,10 @@ def normalise_examples(
 def _standardise(
     values: np.ndarray, mask: np.ndarray, groups: list[tuple[np.ndarray, np.ndarray]]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns standardised float32 values, and the mean and deviation of the last group.
+    """Standardises groups of examples, each by its own mean and deviation; others become 0.
+
+    Returns float32 values of the same shape, and the mean and deviation, [features], of the last
+    group. Features outside the mask have mean 0 and deviation 1.
 
     Args:
       values: Array of shape [examples, ..., features].

@@ -21,7 +21,7 @@ def row_chunks(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def rows_per_chunk(array: np.ndarray) -> int:
-    """Returns the number of rows of a chunk of CHUNK_BYTES, at least 1."""
+    """Returns the number of rows of `array` (along axis 0) that fill CHUNK_BYTES, at least 1."""
     return max(1, CHUNK_BYTES * len(array) // max(1, array.nbytes))
 
 

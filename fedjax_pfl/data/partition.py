@@ -56,7 +56,7 @@ def partition(
       validation_fraction: Fraction of examples for validation.
       task: Loss and metrics. Default: classification, regression, multi-label classification or
         next-token prediction, by the type of the labels.
-      **settings: Settings of the partition, such as `per_client` of "classes".
+      **settings: Settings of the partition as keyword arguments, such as `per_client=4`.
     """
     if not isinstance(dataset, Dataset):
         raise UsageError(

@@ -33,6 +33,8 @@ CIFAR100_DOMAINS = ((5, 6), (3, 4), (17, 2), (18, 19), (8, 11))
 def iid(pool: Pool, rng: np.random.Generator, *, examples: int | None = None) -> Counts:
     """Gives every client the same number of examples of each class, plus or minus one.
 
+    Returns int [N, C], the number of examples of each class on each client.
+
     Args:
       examples: Examples per client. Unset: all are used.
     """
@@ -45,7 +47,9 @@ def iid(pool: Pool, rng: np.random.Generator, *, examples: int | None = None) ->
 
 
 def _counts_of(picks: np.ndarray, classes: int, base: int, extra: int) -> np.ndarray:
-    """Returns counts [N, C]: `base` for every picked class, plus 1 for the first `extra` picks."""
+    """Returns counts [N, classes]: `base` for each of a client's `picks`, int [N, K], and 1 more
+    for each of its first `extra` picks.
+    """
     counts = np.zeros((len(picks), classes), np.int64)
     sizes = base + (np.arange(picks.shape[1]) < extra)
     np.put_along_axis(counts, picks, np.broadcast_to(sizes, picks.shape), 1)
@@ -57,6 +61,7 @@ def classes(
 ) -> Counts:
     """Gives each client `per_client` random classes with equally many examples of each.
 
+    Returns int [N, C], the number of examples of each class on each client.
     References: pFedLA's non-IID.1 (4 of 10 classes, 12 of 100).
     Deviations: the paper does not state the number of examples; it is a setting.
 
@@ -103,6 +108,8 @@ def listed(
 ) -> Counts:
     """Gives each client the classes listed for it, with equally many examples of each.
 
+    Returns int [N, C], the number of examples of each class on each client.
+
     Args:
       classes: One list of classes per client; the lists repeat if there are more clients.
       examples: Examples per client.
@@ -140,6 +147,7 @@ def dominant(
 ) -> Counts:
     """Gives each client all classes, with `ratio` times as many examples of `dominant` random ones.
 
+    Returns int [N, C], the number of examples of each class on each client.
     References: pFedLA's non-IID.2 (2 dominant classes of 10, 6 of 100).
     Deviations: the paper gives neither the ratio nor the number of examples; both are settings.
 
@@ -153,7 +161,10 @@ def dominant(
     n_rare = pool.classes - dominant
 
     def sizes(examples: int) -> tuple[int, int, int]:
-        """Returns examples of a rare class, of a dominant one, and dominant ones with one more."""
+        """Returns numbers for a client of `examples`: of a rare class, and of a dominant class.
+
+        The third is the number of dominant classes that get one example more.
+        """
         low = int(examples / (n_rare + ratio * dominant)) if n_rare else 0
         return low, *divmod(examples - low * n_rare, dominant)
 
@@ -191,6 +202,7 @@ def shares(
 ) -> Counts:
     """Gives each client `per_client` classes and a random share of each, U(low, high) normalised.
 
+    Returns int [N, C], the number of examples of each class on each client.
     Classes are sampled from those given out least so far.
     References: pFedHN, section 5.1. The shares of a class sum to 1.
     Deviations: none by default; with `spare_slot` it is the authors' code.
@@ -219,6 +231,8 @@ def shares(
 def shards(pool: Pool, rng: np.random.Generator, *, per_client: int = 2) -> Counts:
     """Cuts the examples, sorted by class, into equal shards and gives `per_client` to each client.
 
+    Returns int [N, C], the number of examples of each class on each client.
+
     Args:
       per_client: Number of shards per client.
     """
@@ -242,6 +256,8 @@ def shards(pool: Pool, rng: np.random.Generator, *, per_client: int = 2) -> Coun
 def coarse(pool: Pool, rng: np.random.Generator, *, per_client: int = 1) -> Counts:
     """Gives each client `per_client` superclasses, each divided equally among its clients.
 
+    Returns int [N, C], the number of examples of each class on each client.
+
     Args:
       per_client: Number of superclasses per client.
     """
@@ -261,7 +277,7 @@ def coarse(pool: Pool, rng: np.random.Generator, *, per_client: int = 1) -> Coun
 def domain_classes(
     pool: Pool, *, domains: int = 5, groups: tuple[tuple[int, ...], ...] = ()
 ) -> list[np.ndarray]:
-    """Returns the classes of each domain.
+    """Returns the classes of each domain, one int array per domain.
 
     Args:
       pool: For 100 classes in 20 superclasses and five domains, Factorized-FL's pairs of
@@ -281,7 +297,7 @@ def domain_classes(
 
 
 def domain_of(clients: int, domains: int) -> np.ndarray:
-    """Returns the domain of each client, int [N]: consecutive ranges of nearly equal length."""
+    """Returns the domain of each client, int [N]: 0, 0, ..., 1, 1, ..., each nearly as often."""
     return np.arange(clients) * domains // clients
 
 
@@ -294,6 +310,7 @@ def domains(
 ) -> Counts:
     """Divides classes into domains and clients among the domains; IID within a domain.
 
+    Returns int [N, C], the number of examples of each class on each client.
     `federate` numbers the labels of each domain from 0; domains share the outputs.
     References: Factorized-FL's multi-domain setting (five groups of ten CIFAR-100 classes).
 
@@ -323,7 +340,7 @@ def natural(
     """Makes each client one owner (writer, alphabet), sampled at random.
 
     Here the first argument is the owner of each example, int [examples]. Returns the client of each
-    owner, int32 [owners], -1 for an owner that is not sampled. Owners keep their order.
+    owner, int32 [owners], -1 for an owner that is not sampled. Clients are in the order of owners.
 
     Args:
       minimum: Least number of examples; owners with fewer are left out.

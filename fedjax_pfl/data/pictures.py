@@ -33,7 +33,10 @@ def pixels(file: Path | bytes, mode: str = "", size: int | None = None) -> np.nd
 
 
 def _to_eight_bits(image: Any) -> Any:
-    """Scales an image of 16 bits to 8, because Pillow would clip its values at 255."""
+    """Returns a Pillow image with 16-bit pixels scaled to 8 bits, other images unchanged.
+
+    Pillow would clip values at 255. Raises ValueError for types without a defined range.
+    """
     from PIL import Image
 
     if image.mode in ("I;16", "I;16L", "I;16B", "I;16N"):

@@ -25,9 +25,10 @@ _ERRORS = (
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """An unpickler that finds NumPy's constructors of arrays and numbers only."""
+    """An unpickler that resolves only the names that NumPy writes for arrays and numbers."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Returns the function or type that a pickle names; raises UnpicklingError if refused."""
         if (module, name) in (("numpy", "ndarray"), ("numpy", "dtype")):
             return getattr(np, name)
         if module in _ARRAY_MODULES and name in ("_reconstruct", "scalar"):
@@ -40,7 +41,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _latin1(text: str, encoding: str) -> bytes:
-    """Encodes text, like `_codecs.encode`, in the only encoding that pickles of bytes have."""
+    """Encodes text like `_codecs.encode`; raises UnpicklingError unless `encoding` is latin1."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"it has bytes in the encoding {encoding!r:.20}")
     return text.encode(encoding)
@@ -63,7 +64,9 @@ def load(path: Path) -> Any:
 
 
 def load_npz(path: Path, name: str) -> Any:
-    """Returns the plain value of an array of Python objects in an .npz file.
+    """Returns the plain value, such as a dict, that an .npz file holds as an array of objects.
+
+    Raises UsageError if the file cannot be read.
 
     Args:
       path: The file, as written by `numpy.savez(path, NAME=value)`.
@@ -84,6 +87,6 @@ def load_npz(path: Path, name: str) -> Any:
 
 
 def _refusal(path: Path, error: Exception) -> UsageError:
-    """Returns the error of a file that cannot be read."""
+    """Returns (not raises) the UsageError that `path` cannot be read because of `error`."""
     line = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
     return UsageError(f"{path} cannot be read: {line}")

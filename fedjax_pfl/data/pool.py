@@ -14,7 +14,7 @@ class Pool(NamedTuple):
 
     available: np.ndarray  # int [C]: examples of each class
     clients: int  # number of clients N
-    coarse: np.ndarray | None = None  # int [C]: the superclass of each class
+    coarse: np.ndarray | None = None  # int [C]: the superclass of each class; None if unknown
     held_out: int = 0  # number of novel clients, the last ones; they do not train
 
     @property
@@ -34,7 +34,7 @@ def require_between(name: str, value: int, low: int, high: int, high_means: str)
 
 
 def check_class_lists(name: str, lists: object, classes: int) -> list[tuple[int, ...]]:
-    """Returns the lists of distinct classes that are the value of setting `name`, as tuples.
+    """Returns `lists`, the value of setting `name`, as a list of tuples of distinct classes.
 
     Raises UsageError for any other value and for a class that is not from 0 to classes - 1.
     """
@@ -57,7 +57,7 @@ def check_class_lists(name: str, lists: object, classes: int) -> list[tuple[int,
 
 
 def client_size(pool: Pool, examples: int | None) -> int:
-    """Returns the examples per client: the requested number, or an equal share if None."""
+    """Returns examples per client: `examples`, or an equal share if None; UsageError if too few."""
     most = pool.total // pool.clients
     size = most if examples is None else examples
     require(most > 0, f"{pool.clients} clients for {pool.total:,} examples: use fewer clients")

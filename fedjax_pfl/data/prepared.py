@@ -59,7 +59,7 @@ def root_folder(data_dir: str | os.PathLike[str] | None) -> str | os.PathLike[st
 
 
 def _versions(root: str | os.PathLike[str], dataset: str) -> list[Path]:
-    """Returns the folders of all prepared versions of a dataset."""
+    """Returns the folders root/dataset/1.2.3 of all prepared versions, [] if none."""
     folder = Path(root).expanduser() / dataset
     paths = folder.iterdir() if folder.is_dir() else ()
     return [p for p in paths if re.fullmatch(r"\d+\.\d+\.\d+", p.name) and p.is_dir()]
@@ -71,7 +71,7 @@ def split_sizes(folder: Path) -> dict[str, int]:
 
 
 def class_names(folder: Path, feature: str) -> list[str] | None:
-    """Returns the names of a feature's classes, or None if it has only numbers."""
+    """Returns the names of the classes of a feature such as label, or None if it has none."""
     names = getattr(_builder(folder).info.features[feature], "names", None)
     return None if names is None else list(map(str, names))
 
@@ -84,14 +84,17 @@ def read_split(
     rows: np.ndarray | None = None,
     convert: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Reads features of a split. Returns one array for each; `image` is decoded.
+    """Reads features of a split. Returns their values by name, each [rows, ...].
+
+    The feature `image` is decoded to uint8 [rows, height, width, channels].
 
     Args:
       folder: A prepared folder.
       split: Name of the split.
       features: Names of the features.
       rows: Records to read, in ascending order, or None for all.
-      convert: Applied to each chunk of decoded images, uint8 [chunk, height, width, channels].
+      convert: Applied to each chunk of decoded images, uint8 [chunk, height, width, channels];
+        returns the images to store. None: images stay as decoded.
     """
     builder = _builder(folder)
     try:
@@ -114,7 +117,7 @@ def read_split(
 
 
 def _damaged(folder: Path, problem: str, error: object) -> UsageError:
-    """Returns the error that says that a folder is damaged, with the first 200 characters why."""
+    """Returns the error that a folder is damaged: `problem`, and 200 characters of `error`."""
     detail = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else str(error)
     return UsageError(
         f"{folder}: {problem} ({' '.join(detail.split())[:200]}); the folder is damaged or half "
@@ -145,7 +148,7 @@ def _builder(folder: Path) -> Any:
 
 
 def _value(example: Any, name: str) -> Any:
-    """Returns the first value of a feature of a record."""
+    """Returns the first value, bytes or a number, of the feature `name` of a record."""
     if name not in example:
         raise KeyError(f"a record has no feature {name}")
     feature = example[name]
@@ -155,9 +158,9 @@ def _value(example: Any, name: str) -> Any:
 def decode(images: list[bytes]) -> np.ndarray:
     """Decodes image files of one size to uint8 [n, height, width, channels].
 
-    Plain 8-bit PNGs with equal headers are joined into one tall image, which is decoded in one
-    call. A line of zeros precedes each image, because PNG predicts the first line from zeros. Other
-    files are decoded separately.
+    `images` are the contents of files. For speed, 8-bit PNGs with equal headers are joined into one
+    tall image and decoded in one call. A line of zeros precedes each image, because PNG predicts
+    the first line from zeros. Other files are decoded separately.
     """
     from PIL import Image
 
@@ -187,7 +190,7 @@ def decode(images: list[bytes]) -> np.ndarray:
 
 
 def _compressed_pixels(png: bytes) -> bytes:
-    """Returns the contents of the IDAT chunks of a PNG."""
+    """Returns the joined contents of the IDAT chunks of a PNG file: pixels, still compressed."""
     chunks, start = [], 8
     while start < len(png):
         length = int.from_bytes(png[start : start + 4], "big")

@@ -11,7 +11,10 @@ SPLITS = ("pooled", "official", "shared")
 
 
 def check_name(kind: str, name: str, choices: Collection[str]) -> None:
-    """Raises UsageError, with a similar choice, if the name of a `kind` is not one of `choices`."""
+    """Raises UsageError, with a similar choice, unless `name` is one of `choices`.
+
+    `kind`, such as "partition", says in the message what is named.
+    """
     if name not in choices:
         similar = difflib.get_close_matches(name, choices, 1)
         hint = f"did you mean {similar[0]}? " if similar else ""
@@ -21,7 +24,7 @@ def check_name(kind: str, name: str, choices: Collection[str]) -> None:
 def check_setting_names(owner: str, names: Iterable[str], allowed: Collection[str]) -> None:
     """Raises UsageError if one of the `names` is not among the allowed names of settings.
 
-    The message calls what has these settings by `owner`, such as "partition classes".
+    `owner`, such as "partition classes", is the phrase in the message for what has the settings.
     """
     for name in names:
         if name not in allowed:
@@ -34,7 +37,8 @@ def check_request(
 ) -> None:
     """Raises UsageError for an unknown partition or split, and for what the dataset cannot give.
 
-    `held_out` is the number of novel clients, and `groups` the number of architecture groups.
+    That is, for example, owners for `natural` or a test set for `official`. `held_out` is the
+    number of novel clients, and `groups` the number of architecture groups.
     """
     check_name("partition", partition, partitions.PARTITIONS)
     check_name("split", split, SPLITS)

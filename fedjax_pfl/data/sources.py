@@ -66,8 +66,8 @@ def load(
       fraction: Fraction of the examples to use, sampled at random from training and test set. If
         examples have owners, the owners are sampled, with all their examples.
       fraction_seed: Seed of that sample.
-      sources: The sources to choose from. Default: `SOURCES`.
-      **settings: Settings of the source.
+      sources: The sources to choose from, by name. Default: `SOURCES`.
+      **settings: Settings of the source as keyword arguments.
     """
     sources = sources or SOURCES
     kind, _, path = name.partition(":")
@@ -86,6 +86,7 @@ def load(
     rng = np.random.default_rng([fraction_seed, 0xF7AC])
 
     def sample_rows(n: int) -> np.ndarray | None:
+        """Returns the sampled indices below n, ascending, or None for all."""
         if fraction == 1:
             return None
         # The small addend corrects binary rounding: 0.29 of 100 is 29.
@@ -98,7 +99,7 @@ def load(
 
 
 def require_available(name: str, data_dir: DataDir = None) -> None:
-    """Raises UsageError with instructions if a named dataset is missing from the disk."""
+    """Raises UsageError, saying how to get it, if FEMNIST or a tfds dataset is not on the disk."""
     if name == "femnist":
         leaf.femnist_folder(data_dir)
     if name in tfds_images.SOURCES:

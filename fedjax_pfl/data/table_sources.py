@@ -19,11 +19,11 @@ Tables = tuple[Table, Table | None]  # for training and, if there is one, for te
 def _source(
     name: str, read: Callable[[str, str], Tables], summary: str, test_meaning: str
 ) -> Callable[..., Dataset]:
-    """Returns a source whose examples are rows.
+    """Returns a source, a function of a path and settings, whose examples are rows of a table.
 
     Args:
-      name: Name of the source.
-      read: Reads the tables, given a path and the setting `test`.
+      name: Name of the source, for messages.
+      read: Maps the path and the setting `test` to (training table, test table or None).
       summary: First line of the source's docstring.
       test_meaning: Meaning of the setting `test`.
     """
@@ -67,7 +67,10 @@ def _parquet(path: str, test: str) -> Tables:
 
 
 def _hugging_face(path: str, test: str) -> Tables:
-    """Reads a local folder with pyarrow, or downloads a dataset by name with `datasets`."""
+    """Reads a local folder with pyarrow, or downloads a dataset by name with `datasets`.
+
+    `test` is the test split of a dataset by name; empty: test, if it exists.
+    """
     folder = Path(path).expanduser()
     if folder.is_dir():
         if test:
@@ -83,7 +86,7 @@ def _download(name: str, test: str, required: bool) -> Tables:
     Args:
       name: NAME or NAME#CONFIGURATION.
       test: Name of the test split.
-      required: Raise UsageError if there is no such split.
+      required: If True, raise UsageError if there is no such split; else there is no test table.
     """
     try:
         import datasets
@@ -169,8 +172,8 @@ def cut_windows(
     """Cuts a dataset whose examples are rows in order of time into windows of `length` rows.
 
     Windows start `stride` rows apart. The label of a window is `horizon` rows after its last row.
-    The last rows of each owner, a fraction of `test_share`, are for testing; a window and its label
-    are in one of the two parts. Returns the dataset of windows.
+    The last rows of each owner, a fraction of `test_share`, are for testing; windows that contain
+    rows of both sets are left out. Returns x [windows, length, ...], y and owners as a dataset.
     """
     has_owners = series.owner_train is not None
     owner = np.zeros(len(series.x_train), int) if series.owner_train is None else series.owner_train

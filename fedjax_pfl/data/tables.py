@@ -16,17 +16,17 @@ _MISSING = ("", "-", "?", ".", "na", "n/a", "nan", "null", "none")
 
 
 class Table(NamedTuple):
-    """Rows and columns; a column is read when it is used."""
+    """Rows and columns of a file; `read` converts a column, given its name, when it is used."""
 
     name: str  # for messages
-    columns: tuple[str, ...]
-    rows: int
+    columns: tuple[str, ...]  # names
+    rows: int  # number of rows
     read: Callable[[str], np.ndarray]  # [rows, ...]: numbers, text, or uint8 images
-    classes: dict[str, tuple[str, ...]]  # class names of integer columns, if the file has them
-    cells: Callable[[str], np.ndarray] | None = None  # a column as text, as written in the file
+    classes: dict[str, tuple[str, ...]]  # by column of integers: class names, if the file has them
+    cells: Callable[[str], np.ndarray] | None = None  # a column as written; None for binary files
 
     def column(self, name: str, setting: str, *, as_text: bool = False) -> np.ndarray:
-        """Returns a column.
+        """Returns the values of a column, [rows, ...]; raises UsageError if there is none.
 
         Args:
           name: Its name.
@@ -41,12 +41,12 @@ class Table(NamedTuple):
         return self.cells(name) if as_text and self.cells else self.read(name)
 
     def spellings(self, name: str) -> np.ndarray:
-        """Returns the cells of a column as text, or only distinct values for binary files."""
+        """Returns the cells of a column as text [rows]; for binary files, only distinct values."""
         return np.unique(self.read(name)).astype(str) if self.cells is None else self.cells(name)
 
 
 def _most_similar_first(name: str, names: Iterable[str]) -> str:
-    """Lists at most 12 names for a message, the most similar ones to `name` first."""
+    """Returns at most 12 names joined by commas, the most similar ones to `name` first."""
 
     def similarity(candidate: str) -> float:
         return difflib.SequenceMatcher(None, name.lower(), candidate.lower()).ratio()
@@ -57,7 +57,10 @@ def _most_similar_first(name: str, names: Iterable[str]) -> str:
 
 
 def find_path(source: str, path: str) -> Path:
-    """Returns the path of an existing file or folder, or raises UsageError with a similar one."""
+    """Returns `path`, with ~ expanded; raises UsageError, with a similar one, if it does not exist.
+
+    `source`, such as csv, precedes the path in the message.
+    """
     result = Path(path).expanduser()
     if result.exists():
         return result
@@ -109,7 +112,11 @@ def read_csv(path: str, source: str = "csv") -> Table:
 
 
 def _convert(name: str, column: str, cells: np.ndarray) -> np.ndarray:
-    """Converts cells to integers if all are integers, to real numbers if all are, or not."""
+    """Returns text cells [rows] as integers or real numbers if all cells are such, else as text.
+
+    Raises UsageError if they look like numbers with missing cells or with commas. `name` (of the
+    table) and `column` are for messages.
+    """
     has_codes = any("_" in cell for cell in cells)  # Python would read the code 1_2 as 12
     for dtype in () if has_codes else (np.int64, np.uint64, np.float64):
         try:
@@ -135,7 +142,7 @@ def _convert(name: str, column: str, cells: np.ndarray) -> np.ndarray:
 
 
 def _is_number(cell: str) -> bool:
-    """Returns True if a cell can be read as a real number; 1_2 is a code."""
+    """Returns True if a cell can be read as a real number; codes such as 1_2 cannot."""
     try:
         float(cell)
     except ValueError:
@@ -176,7 +183,7 @@ def _split_of(file: Path) -> str:
 def read_saved(path: str) -> tuple[Table, Table | None]:
     """Reads a folder written by Hugging Face's save_to_disk: one dataset, or train and test.
 
-    Returns the training table and the test table.
+    Returns the training table and the test table, or None if there is no test split.
     """
     from pyarrow import ArrowException, ipc
 
@@ -197,7 +204,10 @@ def read_saved(path: str) -> tuple[Table, Table | None]:
 
 
 def _from_splits(name: str, train: list[Any], test: list[Any]) -> tuple[Table, Table | None]:
-    """Joins the Arrow tables of each split. Returns the training table and the test table."""
+    """Joins the Arrow tables of each split. Returns the training table and the test table.
+
+    The test table is None if `test` is empty; UsageError if `train` is. `name` is for messages.
+    """
     import pyarrow
 
     if not train:
@@ -274,7 +284,7 @@ def _to_array(label: str, column: Any) -> np.ndarray:
 
 
 def _decode_images(label: str, files: list[bytes]) -> np.ndarray:
-    """Decodes the image files of the column that `label` names, or raises UsageError."""
+    """Decodes contents of image files to uint8 [n, height, width, channels]."""
     try:
         return decode(files)
     except (OSError, ValueError) as error:

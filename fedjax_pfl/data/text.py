@@ -49,7 +49,10 @@ def speeches(*, length: int = 64) -> Dataset:
 
 
 def split_by_speaker(name: str, texts: Iterable[str]) -> dict[str, str]:
-    """Returns the speeches of each speaker as one text, by name, or raises UsageError."""
+    """Returns the speeches of each speaker as one text, by the speaker's name.
+
+    A speech follows a line with a name and a colon; an empty line ends it. `name` is for messages.
+    """
     parts: dict[str, list[str]] = {}
     for content in texts:
         for block in re.split(r"\n\s*\n", content.replace("\r\n", "\n")):

@@ -26,12 +26,12 @@ _SUPERSET = {"emnist_digits": "emnist_byclass"}  # its first classes are those o
 
 
 def folder(name: str) -> str:
-    """Returns the folder of a dataset in tfds; EMNIST is one with configurations."""
+    """Returns the tfds folder of the source `name`: emnist/X for emnist_X, else the name."""
     return name.replace("emnist_", "emnist/")
 
 
 def source_of(name: str, data_dir: DataDir) -> str:
-    """Returns the dataset to read: `name`, or a superset if only that is prepared."""
+    """Returns the name of the dataset to read: `name`, or its superset if only that is prepared."""
     superset = _SUPERSET.get(name)
     if superset is None or prepared.is_prepared(folder(name), data_dir):
         return name
@@ -49,8 +49,8 @@ def _images(
     Args:
       name: Name of the source.
       outputs: Number of classes.
-      convert: Applied to decoded images.
-      first: Label of the first class in the files.
+      convert: Applied to decoded images, uint8 [n, height, width, channels]. None: no change.
+      first: Label of the first class in the files; it becomes 0.
     """
 
     def source(data_dir: DataDir, sample_rows: SampleRows) -> Dataset:
@@ -94,7 +94,10 @@ def _images(
 def _rows_of_first_classes(
     path: Path, split: str, classes: int, sample_rows: SampleRows
 ) -> np.ndarray:
-    """Returns a sample of the records of a split that belong to its first classes."""
+    """Returns the indices, in a split, of a sample of the records whose label is below `classes`.
+
+    `sample_rows` maps their number n to the ones to use, indices below n, or None for all.
+    """
     rows = np.flatnonzero(prepared.read_split(path, split, ("label",))["label"] < classes)
     if not len(rows):
         raise UsageError(f"{path} has no example of its first {classes} classes in split {split}")
@@ -114,9 +117,10 @@ def _sizes(path: Path, *splits: str) -> dict[str, int]:
 def _check_content(
     path: Path, channels: int, outputs: int, labels: list[np.ndarray], images: list[np.ndarray]
 ) -> None:
-    """Raises UsageError if labels are not classes, or images differ in shape or channels.
+    """Raises UsageError unless labels are 0 to outputs - 1 and images have one shape.
 
-    `labels` and `images` are those of the training and of the test set.
+    `labels` and `images` are those of the training and of the test set. `channels` is the required
+    number of channels; `path` is for messages.
     """
     for part in labels:
         if part.min() < 0 or part.max() >= outputs:
@@ -133,7 +137,10 @@ def _check_content(
 
 
 def _superclasses(train: dict[str, np.ndarray], outputs: int) -> np.ndarray:
-    """Returns the superclass of each class, int32 [outputs], or raises UsageError."""
+    """Returns the superclass of each class, int32 [outputs], or raises UsageError.
+
+    `train` has the features `label` and `coarse_label` of the training examples.
+    """
     coarse = np.full(outputs, -1, np.int32)
     coarse[train["label"]] = train["coarse_label"]
     if (coarse < 0).any():
