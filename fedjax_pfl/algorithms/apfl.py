@@ -35,11 +35,11 @@ from fedjax_pfl.core.examples import Batch
 
 
 class Client(NamedTuple):
-    """State kept on the client between rounds."""
+    """State that one client keeps between rounds. `State.clients` stacks it over clients."""
 
-    variables: PyTree  # v, with the BatchNorm statistics of the mixture
-    alpha: jax.Array  # float32 []
-    momentum: PyTree  # of v and of w
+    variables: PyTree  # parameters v of its own model, BatchNorm statistics of the mixture
+    alpha: jax.Array  # float32 []; α, the share of v in the mixture
+    momentum: PyTree  # optimiser state of v and of w, or () if not kept
 
 
 def apfl(
@@ -50,9 +50,10 @@ def apfl(
     alpha: float = 0.5,
     alpha_rate: float = 0.0,
 ) -> Algorithm:
-    """Creates APFL. α = 1 gives Local, α = 0 gives FedAvg.
+    """Creates APFL: a client trains the global model w and its own v, and uses α v + (1 − α) w.
 
-    The server stores the same as FedAvg, clients store `Client`.
+    α = 1 gives Local, α = 0 gives FedAvg. The server stores the variables of w, as FedAvg does;
+    clients store `Client`.
 
     Args:
       alpha: α, the share of a client's own model in the mixture; the initial share if it adapts.
@@ -64,6 +65,7 @@ def apfl(
     separate = training.with_optimizer(optimizers.per_entry(training.optimizer))
 
     def mix(alpha: jax.Array, v: PyTree, w: PyTree) -> PyTree:
+        """Returns the parameters α v + (1 − α) w."""
         return jax.tree.map(lambda v, w: alpha * v + (1 - alpha) * w, v, w)
 
     def init(key: jax.Array, start: State | None = None) -> State:
@@ -77,6 +79,7 @@ def apfl(
         gradient = local_training.gradient(model, federation.task, ctx.data)
 
         def gradients(params: PyTree, carry: Any, batch: Batch, key: jax.Array) -> Any:
+            """Returns ((loss of the mixture, new carry), {"v": gradient, "w": gradient})."""
             w_stats, mixture_stats, alpha = carry
             (_, w_stats), w_grads = gradient(params["w"], w_stats, batch, key)
             (loss, mixture_stats), mixture_grads = gradient(

@@ -29,26 +29,27 @@ from fedjax_pfl.core.errors import require_at_least
 
 
 class Clusters(NamedTuple):
-    """State of the server."""
+    """Server-side state: one global model for each cluster of clients."""
 
-    models: PyTree  # leaves of shape [C, ...]; only the first `used` clusters exist
-    used: jax.Array  # int32 [], number of clusters
+    models: PyTree  # variables, leaves [max_clusters, ...]; only the first `used` exist
+    used: jax.Array  # int32 [], number of clusters that exist
 
 
 def bipartition(distance: jax.Array, members: jax.Array) -> jax.Array:
-    """Splits the members in two parts by complete linkage.
+    """Splits the members of a cluster in two parts by complete linkage.
 
     Args:
-      distance: Symmetric array of shape [K, K].
-      members: Bool array of shape [K] with at least two members.
+      distance: Distances between all clients of a cohort, symmetric, [K, K].
+      members: Bool [K], the clients to split; at least two.
 
     Returns:
-      Bool array of shape [K]: the part that does not contain the first member.
+      Bool [K], True for the members in the part that does not contain the first member.
     """
     ids = jnp.arange(members.shape[0])
     excluded = ~members[:, None] | ~members[None] | (ids[:, None] == ids[None])
 
     def merge(_: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Merges the two nearest parts in (distances [K, K], part id of each client [K])."""
         distance, part = carry
         i, j = jnp.unravel_index(jnp.argmin(distance), distance.shape)
         farther = jnp.maximum(distance[i], distance[j])
@@ -62,7 +63,7 @@ def bipartition(distance: jax.Array, members: jax.Array) -> jax.Array:
 
 
 def inner_products(deltas: PyTree) -> jax.Array:
-    """Returns ⟨Δ_j, Δ_k⟩ over all leaves, [K, K]. Leaves of `deltas` have shape [K, ...]."""
+    """Returns the inner products of K clients' updates, [K, K]. Leaves have shape [K, ...]."""
     flat = [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(deltas)]
     return sum(jnp.matmul(leaf, leaf.T, precision="highest") for leaf in flat)  # type: ignore[return-value]
 
@@ -88,11 +89,12 @@ def clustered_fl(
     longest_above: float = 1.6,
     max_clusters: int = 8,
 ) -> Algorithm:
-    """Creates Clustered-FL.
+    """Creates Clustered-FL: clients with dissimilar updates are split into clusters.
 
-    The server stores `Clusters`; the rows are the cluster of each client, int [N]. Clients store
-    the same as FedAvg. A phase starts from a global model, which becomes that of cluster 0, or from
-    a state of Clustered-FL. A client that never takes part gets the model of cluster 0.
+    Each cluster runs its own FedAvg. The server stores `Clusters`; the rows are the cluster id of
+    each client, int32 [N]. Clients store the same as FedAvg. A phase, a part of a run with one
+    algorithm, starts from a global model, which becomes that of cluster 0, or from a state of
+    Clustered-FL. A client that never takes part gets the model of cluster 0.
 
     Args:
       mean_below: ε₁, the norm of the mean update below which a cluster may split.
@@ -125,6 +127,7 @@ def clustered_fl(
         distance = 1 - gram / floor[:, None] / floor[None]
 
         def update(c: jax.Array, carry: tuple[Clusters, jax.Array]) -> tuple[Clusters, jax.Array]:
+            """Averages cluster c, and splits it if updates differ. Carry: (`Clusters`, rows)."""
             (models, used), rows = carry
             members = cluster == c
             old = trees.row(models, c)

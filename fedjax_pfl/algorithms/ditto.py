@@ -30,11 +30,11 @@ from fedjax_pfl.core.errors import require_at_least
 
 
 class Client(NamedTuple):
-    """State kept on the client between rounds."""
+    """State that one client keeps between rounds. `State.clients` stacks it over clients."""
 
-    variables: PyTree  # of the client's own model v_k
-    momentum: PyTree  # of v_k
-    shared_momentum: PyTree  # of w_k
+    variables: PyTree  # the client's own model v_k
+    momentum: PyTree  # optimiser state of v_k, or () if not kept
+    shared_momentum: PyTree  # optimiser state of the local copy of the global model, or ()
 
 
 def ditto(
@@ -45,10 +45,10 @@ def ditto(
     penalty: float = 0.5,
     own_epochs: int | None = None,
 ) -> Algorithm:
-    """Creates Ditto. With λ = 0 it is Local.
+    """Creates Ditto: FedAvg, and each client trains its own model v_k near the global model.
 
-    The server stores the same as FedAvg, clients store `Client`. The personalised model
-    is the client's own v_k.
+    With λ = 0 v_k is that of Local. The server stores the same as FedAvg, clients store `Client`.
+    The personalised model is v_k.
 
     Args:
       penalty: λ, the weight of the distance between the client's own and the global model.

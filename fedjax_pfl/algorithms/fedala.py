@@ -36,18 +36,18 @@ from fedjax_pfl.core.examples import take
 
 
 class Mixing(NamedTuple):
-    """A client's model and the weights that mix it with the global model."""
+    """One client's last layers, and the weights that mix them with those of the global model."""
 
-    theta: PyTree  # parameters of the last p layers of θ_i
-    weights: PyTree  # W, in the structure of theta
+    theta: PyTree  # parameters θ_i of the last `layers` layers of the client's last model
+    weights: PyTree  # W in [0, 1], in the structure of theta; 1 takes the global parameter
     learned: jax.Array  # bool []; False until W has been learned for the first time
 
 
 class Client(NamedTuple):
-    """State kept on the client between rounds."""
+    """State that one client keeps between rounds. `State.clients` stacks it over clients."""
 
     mixing: Mixing
-    momentum: PyTree
+    momentum: PyTree  # optimiser state, or () if clients do not keep it
 
 
 def fedala(
@@ -60,11 +60,10 @@ def fedala(
     share: float = 0.8,
     first_passes: int = 10,
 ) -> Algorithm:
-    """Creates FedALA: clients learn weights W between their own and the global model.
+    """Creates FedALA: clients learn elementwise weights W between their own and the global model.
 
-    With η_W = 0 it is FedAvg.
-
-    The server stores the same as FedAvg, clients store `Client`.
+    Training starts from the mixed model. With η_W = 0 it is FedAvg. The server stores the same as
+    FedAvg, clients store `Client`.
 
     Args:
       layers: p, the number of the last layers that W mixes. A BatchNorm is not counted; it belongs
@@ -80,7 +79,7 @@ def fedala(
     base = fedavg(model, training, federation)
 
     def parts(params: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns the parameters of the last p layers and of the others."""
+        """Returns (parameters of the last `layers` layers, parameters of the others)."""
         late_part, early_part = trees.split({"params": params}, late)
         return late_part["params"], early_part.get("params", {})
 
@@ -92,7 +91,10 @@ def fedala(
         return state._replace(clients=Client(mixing, state.clients))
 
     def mix(theta: PyTree, mixing: Mixing, ctx: ClientContext) -> tuple[PyTree, PyTree, jax.Array]:
-        """Learns W; returns the variables θ̂_i, W, and True if W has been learned."""
+        """Learns W of one client from `theta`, the variables of the global model.
+
+        Returns the variables of the mixed model, W, and `Mixing.learned`.
+        """
         data, split = ctx.data, ctx.data.train
         params, model_state = local_training.split_variables(theta)
         new, early = parts(params)
@@ -106,10 +108,12 @@ def fedala(
         per_pass = -(-examples // size)
 
         def blend(weights: PyTree) -> PyTree:
+            """Returns the parameters of the mixed model, of all layers."""
             mixed = jax.tree.map(lambda w, a, b: w * a + (1 - w) * b, weights, new, mixing.theta)
             return trees.join(early, mixed)
 
         def step(s: jax.Array, weights: PyTree) -> PyTree:
+            """Returns W after a gradient step on batch s."""
             place = (s % per_pass) * size
             mask = place + jnp.arange(size) < examples
             batch = take(data, jax.lax.dynamic_slice(rows, (place,), (size,)), mask)

@@ -53,9 +53,10 @@ def fedamp(
     alpha: float = 1.0,
     penalty: float = 1.0,
 ) -> Algorithm:
-    """Creates FedAMP. With λ = 0 it is Local.
+    """Creates FedAMP: a penalty ties each client's model to a mixture of similar clients' models.
 
-    The rows are the parameters of each client's last model; clients store the same as Local.
+    With λ = 0 it is Local. The rows are the parameters of each client's last model; the server
+    stores nothing else. Clients store the same as Local.
 
     Args:
       attention: Similarity of models: cosine (HeurFedAMP), or distance (FedAMP).
@@ -76,7 +77,10 @@ def fedamp(
     base = local(model, training, federation)
 
     def pair_sums(rows: PyTree, i: Any, *functions: Any) -> list[jax.Array]:
-        """Returns, for each f, the sums over all parameters of f(θ_j, θ_i), [N]."""
+        """Returns, for each elementwise f, the sums over all parameters of f(θ_j, θ_i), [N].
+
+        `rows` are the parameters θ_j of all clients, stacked; `i` is a client id.
+        """
         theta_i = jax.tree.leaves(trees.row(rows, i))
 
         def sums(row: PyTree) -> list[jax.Array]:
@@ -86,7 +90,7 @@ def fedamp(
         return offload.map_clients(sums, rows)
 
     def weights(rows: PyTree, i: Any) -> jax.Array:
-        """Returns ξ_i, [N]."""
+        """Returns the weights in client i's mixture of all clients' models, `rows`, [N]."""
         is_other = active.at[i].set(False)
         if attention == "cosine":
             squares, dots = pair_sums(rows, i, lambda a, _: jnp.square(a), jnp.multiply)

@@ -46,10 +46,10 @@ from fedjax_pfl.networks import features
 
 
 class Client(NamedTuple):
-    """State kept on the client between rounds."""
+    """State that one client keeps between rounds. `State.clients` stacks it over clients."""
 
-    variables: PyTree  # the variables (φ_k, ω_k)
-    momentum: PyTree
+    variables: PyTree  # the client's last model, body and head
+    momentum: PyTree  # optimiser state, or () if clients do not keep it
 
 
 def fedas(
@@ -60,9 +60,10 @@ def fedas(
     align_rate: float = 0.01,
     align_epochs: int = 1,
 ) -> Algorithm:
-    """Creates FedAS. With η_a = 0 clients train as in FedPer.
+    """Creates FedAS: clients align the downloaded body with their own model before training.
 
-    The server stores the body φ, which clients download; clients store `Client`.
+    The server averages bodies weighted by Fisher information. It stores the body φ, which clients
+    download; clients store `Client`. With η_a = 0 clients train as in FedPer.
 
     Args:
       align_rate: η_a, the learning rate of the alignment, which is plain SGD.
@@ -82,15 +83,19 @@ def fedas(
     )
 
     def parts(variables: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns the head and the body."""
+        """Returns (head, body)."""
         return trees.split(variables, {model.head})
 
     def aligned(body: PyTree, variables: PyTree, ctx: ClientContext) -> PyTree:
-        """Returns the body after its alignment with the prototypes of the client's own model."""
+        """Returns the downloaded body after its alignment with the client's last model.
+
+        `variables` are that model, whose mean features of each class are the target.
+        """
         prototypes = class_features(with_features, variables, ctx.data, classes).means
         head = parts(variables)[0]
 
         def gradient(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
+            """Returns ((alignment loss, new model state), gradient) for the body's `params`."""
             one_hot = class_mask(batch, classes).astype(jnp.float32)
             share = one_hot @ (1 / jnp.maximum(jnp.sum(one_hot, 0), 1.0))
 
@@ -112,10 +117,12 @@ def fedas(
         return fit_variables(alignment, gradient, body, (), reseeded)[0]
 
     def fisher(variables: PyTree, data: ClientData) -> jax.Array:
-        """Returns F_k, the sum over batches of the squared norm of the gradient."""
+        """Returns the sum over training batches of the squared norm of the gradient, []."""
         params, model_state = local_training.split_variables(variables)
 
         def squared_gradient(batch: Batch) -> jax.Array:
+            """Returns the squared norm of the gradient of a batch's mean loss, []."""
+
             def loss(params: PyTree) -> jax.Array:
                 outputs = model.apply({"params": params, **model_state}, batch.x)
                 losses = jnp.where(batch.mask, task.loss(outputs, batch.y, data.classes), 0.0)

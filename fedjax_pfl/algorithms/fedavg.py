@@ -26,7 +26,7 @@ def fedavg(model: Any, training: Training, federation: Federation) -> Algorithm:
     """Creates FedAvg: the server averages the models of the clients that returned an update.
 
     The mean is weighted by training examples. The server stores the variables, BatchNorm statistics
-    included. Clients store momentum if they keep it.
+    included. Clients store their optimiser state, or () if they do not keep it.
     """
     train_model = model_trainer(model, federation.task, training)
 

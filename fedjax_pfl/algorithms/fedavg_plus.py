@@ -26,7 +26,9 @@ def fedavg_plus(
     rate: float | None = None,
     epochs: int = 1,
 ) -> Algorithm:
-    """Creates FedAvg+. State and training are the same as for FedAvg.
+    """Creates FedAvg+: each client fine-tunes a copy of FedAvg's model when it is evaluated.
+
+    State and training are the same as for FedAvg.
 
     Args:
       rate: Learning rate of the fine-tuning, in all rounds. Unset: the rate of training.

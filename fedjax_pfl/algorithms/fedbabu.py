@@ -43,7 +43,10 @@ def fedbabu(
     rate: float | None = None,
     tune: str = "all",
 ) -> Algorithm:
-    """Creates FedBABU. The server stores the body φ, clients the head ω and momentum if kept.
+    """Creates FedBABU: clients train and share the body; the head keeps its initial values.
+
+    Clients fine-tune a copy of the model when it is evaluated. The server stores the body φ;
+    clients store `SplitClient`, with the head ω as `personal`.
 
     Args:
       epochs: Passes over a client's training examples in the fine-tuning.

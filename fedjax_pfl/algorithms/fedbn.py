@@ -20,7 +20,8 @@ from fedjax_pfl.networks import norm_layers
 def fedbn(model: Any, training: local_training.Training, federation: Federation) -> Algorithm:
     """Creates FedBN: FedAvg in which scale, bias and statistics of BatchNorm stay on the client.
 
-    A layer is a BatchNorm if it has batch statistics; its name does not matter.
+    A layer is a BatchNorm if it has batch statistics; its name does not matter. Raises UsageError
+    if the network has none.
     """
     norms = norm_layers(model_shapes(model, federation))
     if not norms:

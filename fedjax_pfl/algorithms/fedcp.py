@@ -48,16 +48,19 @@ _BANDWIDTHS = (10.0, 15.0, 20.0, 50.0)
 
 
 class Client(NamedTuple):
-    """State kept on the client between rounds."""
+    """State that one client keeps between rounds. `State.clients` stacks it over clients."""
 
-    head: PyTree  # variables of ω_i
-    momentum: PyTree  # of φ_i, ω_i and Θ_i
+    head: PyTree  # variables of the personal head ω_i
+    momentum: PyTree  # optimiser state of body, personal head and policy, or () if not kept
 
 
 class Policy(nn.Module):
-    """The network Θ, [B, d] -> r and s, [B, d] each."""
+    """The policy network Θ: maps inputs [B, d] to two shares r and s of each feature.
 
-    width: int
+    Both have shape [B, d], and r + s = 1. r is for the global head, s for the personal one.
+    """
+
+    width: int  # d
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -68,7 +71,7 @@ class Policy(nn.Module):
 
 
 def head_layer(network: Any, variables: PyTree) -> PyTree:
-    """Returns the parameters of the head, `kernel` [d, C] and possibly `bias` [C]."""
+    """Returns the head's parameters among `variables`, `kernel` [d, C] and maybe `bias` [C]."""
     layer = variables["params"]
     for name in network.head.split("/"):
         layer = layer[name]
@@ -76,7 +79,7 @@ def head_layer(network: Any, variables: PyTree) -> PyTree:
 
 
 def direction(head: PyTree) -> jax.Array:
-    """Returns v_i [d], the sum of a head's kernel over outputs, divided by its length."""
+    """Returns the unit vector [d] along the sum of a head's `kernel` [d, C] over outputs."""
     v = jnp.sum(head["kernel"], 1)
     return v / jnp.maximum(jnp.linalg.norm(v), 1e-12)
 
@@ -84,14 +87,16 @@ def direction(head: PyTree) -> jax.Array:
 def two_heads(
     z: jax.Array, policy: PyTree, head: PyTree, personal: PyTree, v: jax.Array
 ) -> jax.Array:
-    """Returns ω(r ⊙ z) + ω_i(s ⊙ z), [B, C].
+    """Returns the sum of the outputs of a global and a personal head, [B, C].
+
+    The policy network splits the features between the two heads.
 
     Args:
       z: Features [B, d].
-      policy: Parameters of Θ.
-      head: Parameters of ω.
-      personal: Parameters of ω_i.
-      v: v_i, [d].
+      policy: Parameters of the policy network, whose input is v ⊙ z.
+      head: Parameters of the global head, as `head_layer` returns them.
+      personal: Parameters of the personal head.
+      v: `direction` of the personal head, [d].
     """
     network: Any = Policy(z.shape[-1])
     r, s = network.apply({"params": policy}, v[None] * z)
@@ -100,11 +105,12 @@ def two_heads(
 
 
 def discrepancy(a: jax.Array, b: jax.Array, mask: jax.Array) -> jax.Array:
-    """Returns the squared maximum mean discrepancy of the rows of a and b [B, d] in the mask."""
+    """Returns the squared maximum mean discrepancy of a and b [B, d], over rows in the mask, []."""
     weights = mask.astype(jnp.float32)
     weights /= jnp.maximum(jnp.sum(weights), 1.0)
 
     def mean_kernel(a: jax.Array, b: jax.Array) -> jax.Array:
+        """Returns the mean kernel over all pairs of a row of a and a row of b, []."""
         products = jnp.matmul(a, b.T, precision="highest")
         distances = jnp.sum(a * a, 1)[:, None] + jnp.sum(b * b, 1)[None] - 2 * products
         kernel = sum(jnp.exp(-distances / (2 * bandwidth)) for bandwidth in _BANDWIDTHS)
@@ -115,12 +121,16 @@ def discrepancy(a: jax.Array, b: jax.Array, mask: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class TwoHeads:
-    """A network with the policy among its parameters and ω_i as `personal_head`."""
+    """The network for evaluation, whose outputs are the sum of both heads, see `two_heads`.
 
-    network: Any
+    Its variables are those of `network` with the global head, the policy network's parameters as
+    `policy` in `params`, and the variables of the personal head as `personal_head`.
+    """
+
+    network: Any  # the plain network
 
     def apply(self, variables: PyTree, x: jax.Array) -> jax.Array:
-        """Returns the outputs for examples x."""
+        """Returns the outputs [B, C] for examples x."""
         own = {name: tree for name, tree in variables.items() if name != "personal_head"}
         z = features.WithFeatures(self.network).apply(own, x)[1]
         personal = head_layer(self.network, variables["personal_head"])
@@ -129,14 +139,18 @@ class TwoHeads:
 
 
 class Separated(NamedTuple):
-    """A network for training that returns (outputs, MMD). Its head is ω_i."""
+    """The network for training, see `two_heads`. It returns (outputs, MMD).
 
-    network: Any
-    payload: PyTree
-    v: jax.Array
+    The head among its variables is the personal one. MMD compares its features with those of the
+    downloaded body.
+    """
+
+    network: Any  # the plain network
+    payload: PyTree  # downloaded variables, with the global head; constants
+    v: jax.Array  # [d]; `direction` of the personal head at the start of the round
 
     def apply(self, variables: PyTree, x: jax.Array, *, mask: jax.Array, **options: Any) -> Any:
-        """Returns the outputs and MMD, and the collections that training updates."""
+        """Returns ((outputs [B, C], MMD []), collections that training updates)."""
         network = features.WithFeatures(self.network)
         (_, z), updated = network.apply(variables, x, mask=mask, **options)
         outputs = two_heads(
@@ -156,8 +170,9 @@ def fedcp(
     *,
     penalty: float = 5.0,
 ) -> Algorithm:
-    """Creates FedCP, for networks whose head is a Dense layer.
+    """Creates FedCP: a policy network splits features between a global and a personal head.
 
+    The head of the network must be a Dense layer.
     The server stores the variables of the body φ and the global head ω, and the parameters of the
     policy network Θ under `policy`. Clients store `Client`, with their personal head ω_i.
 

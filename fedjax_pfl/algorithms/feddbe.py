@@ -41,20 +41,20 @@ from fedjax_pfl.networks import features
 
 
 class Client(NamedTuple):
-    """State kept on the client between rounds."""
+    """State that one client keeps between rounds. `State.clients` stacks it over clients."""
 
-    bias: jax.Array  # b_i, [d]
-    momentum: PyTree  # of θ_i and b_i
+    bias: jax.Array  # [d]; b_i, the shift of the client's features
+    momentum: PyTree  # optimiser state of model and bias, or () if not kept
 
 
 @dataclasses.dataclass(frozen=True)
 class Shifted:
     """A network whose variables include `feature_bias` [d], which is added to the features."""
 
-    network: Any
+    network: Any  # the plain network
 
     def apply(self, variables: PyTree, x: jax.Array) -> jax.Array:
-        """Returns the outputs for examples x."""
+        """Returns the outputs [B, C] for examples x."""
         variables, bias = _without(variables, "feature_bias"), variables["feature_bias"]
         return features.WithFeatures(self.network, lambda z: z + bias[None]).apply(variables, x)[0]
 
@@ -64,18 +64,19 @@ def _without(variables: PyTree, *names: str) -> PyTree:
 
 
 class Regularised(NamedTuple):
-    """A network for training that returns (outputs, penalty on z̄).
+    """The network for training. It returns (outputs, penalty on the client's mean features).
 
-    Its parameters are `model` and `bias`; its variables include z̄ as `mean`.
+    Its parameters are `model`, those of the plain network, and `bias` [d], which is added to the
+    features. Its variables include the running mean of the client's features as `mean` [d].
     """
 
-    network: Any
-    payload: PyTree
-    penalty: Any
-    mean_momentum: Any
+    network: Any  # the plain network
+    payload: PyTree  # downloaded state, with the common mean `mean` [d], and `known`, bool []
+    penalty: Any  # κ, as in `feddbe`
+    mean_momentum: Any  # μ, as in `feddbe`
 
     def apply(self, variables: PyTree, x: jax.Array, *, mask: jax.Array, **options: Any) -> Any:
-        """Returns the outputs and the penalty, and the collections that training updates."""
+        """Returns ((outputs, penalty []), collections that training updates, with `mean`)."""
         params, model_state = variables["params"], _without(variables, "params", "mean")
         known = self.payload["known"].astype(jnp.float32)
         bias = known * params["bias"]
@@ -101,10 +102,11 @@ def feddbe(
     penalty: float = 50.0,
     mean_momentum: float = 1.0,
 ) -> Algorithm:
-    """Creates FedDBE. Its first round is one of FedAvg.
+    """Creates FedDBE: FedAvg with a personal shift of the features, whose mean a penalty pulls.
 
-    The server stores the variables of the model, the common mean C of the features as `mean`, and
-    `known`, False until C exists. Clients store `Client`.
+    The penalty pulls a client's mean features to a common mean C, which the first round, one of
+    FedAvg, finds. The server stores the variables of the model, C [d] as `mean`, and `known`, False
+    until C exists. Clients store `Client`.
 
     Args:
       penalty: κ, the weight of the distance between the mean features of a client and the common
@@ -166,7 +168,7 @@ def feddbe(
         return {**_without(state.server, "mean", "known"), "feature_bias": client.bias}
 
     def traffic(payload: PyTree, upload: PyTree) -> Traffic:
-        """Counts z̄ only in the first round; the server does not read it later."""
+        """Counts the uploaded mean features only in the first round; they are not read later."""
         full = full_traffic(payload, upload)
         mean_bytes = jnp.where(payload["known"], 0, full.up["mean"])
         return full._replace(up={**full.up, "mean": mean_bytes})

@@ -34,10 +34,10 @@ from fedjax_pfl.core.examples import Batch
 
 
 class Client(NamedTuple):
-    """State kept on the client between rounds."""
+    """State that one client keeps between rounds. `State.clients` stacks it over clients."""
 
-    g: PyTree  # g_k, in the structure of the parameters
-    momentum: PyTree
+    g: PyTree  # g_k, the linear term of its loss, in the structure of the parameters
+    momentum: PyTree  # optimiser state, or () if clients do not keep it
 
 
 def feddyn(
@@ -47,7 +47,7 @@ def feddyn(
     *,
     alpha: float = 0.1,
 ) -> Algorithm:
-    """Creates FedDyn.
+    """Creates FedDyn: a linear and a quadratic term in each client's loss correct its drift.
 
     The server stores the variables of the model and, as `drift`, the mean h of the clients' linear
     terms g_k, which is not sent. Clients store `Client`.

@@ -46,17 +46,17 @@ from fedjax_pfl.core.examples import Batch, ClientData
 
 
 class Client(NamedTuple):
-    """State kept on the client between rounds."""
+    """State that one client keeps between rounds. `State.clients` stacks it over clients."""
 
-    pi: jax.Array  # [M]
-    momentum: PyTree  # of all components
+    pi: jax.Array  # [M], the client's weights of the M models; the sum is 1
+    momentum: PyTree  # optimiser state of all components, or () if not kept
 
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
     """M networks as one network, whose outputs are log-probabilities of their mixture."""
 
-    network: Any
+    network: Any  # the network of one component
 
     def apply(self, variables: PyTree, x: jax.Array) -> jax.Array:
         """Returns log Σ_m π_m softmax_m(x) over the client's classes, [B, C].
@@ -76,7 +76,10 @@ class Mixture:
 
 
 def responsibilities(losses: jax.Array, pi: jax.Array) -> jax.Array:
-    """Returns q [M, B] from the losses of the components [M, B]."""
+    """Returns the probability of each component for each example, [M, B].
+
+    `losses` of the components have the same shape; `pi` [M] are the client's weights.
+    """
     return jax.nn.softmax(jnp.log(pi)[:, None] - losses, 0)
 
 
@@ -103,11 +106,11 @@ def fedem(
     *,
     components: int = 3,
 ) -> Algorithm:
-    """Creates FedEM, for classification.
+    """Creates FedEM, for classification: each client mixes the same M models with its own weights.
 
     The server stores M models, leaves of shape [M, ...], with different initial values. Clients
-    store `Client`. A phase starts only from a state of FedEM: M copies of one model would stay
-    equal.
+    store `Client`. A later phase, a part of a run with one algorithm, starts only from a state of
+    FedEM: M copies of one model would stay equal.
 
     Args:
       components: M, the number of models that each client mixes; 1 is FedAvg.
@@ -137,12 +140,12 @@ def fedem(
         )
 
     def losses(server: PyTree, batch: Batch, data: ClientData) -> jax.Array:
-        """Returns the losses of the components in evaluation mode, [M, B]."""
+        """Returns the loss of each model in `server` for each example, [M, B], without dropout."""
         outputs = jax.vmap(lambda component: model.apply(component, batch.x))(server)
         return jax.vmap(lambda out: federation.task.loss(out, batch.y, data.classes))(outputs)
 
     def weigh(server: PyTree, pi: jax.Array, data: ClientData) -> jax.Array:
-        """Returns the new π from one pass over the training examples."""
+        """Returns new weights [M] from the client's weights `pi` and its training examples."""
 
         def sum_q(batch: Batch) -> jax.Array:
             q = responsibilities(losses(server, batch, data), pi)

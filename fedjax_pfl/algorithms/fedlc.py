@@ -34,7 +34,9 @@ def fedlc(
     *,
     tau: float = 1.0,
 ) -> Algorithm:
-    """Creates FedLC, for classification. State and mean are the same as for FedAvg.
+    """Creates FedLC, for classification: FedAvg with a margin for each class in the local loss.
+
+    A class with few examples on a client gets a large margin. State and mean are those of FedAvg.
 
     Args:
       tau: τ, the weight of the margins; 0 is FedAvg, whose loss includes all classes.

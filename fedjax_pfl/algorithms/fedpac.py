@@ -52,19 +52,22 @@ from fedjax_pfl.networks import features
 
 
 class Momentum(NamedTuple):
-    """Momentum kept on the client. It changes only while its part trains."""
+    """Optimiser states that one client keeps, of its head and its body; () each if not kept."""
 
     head: PyTree
     body: PyTree
 
 
 def mixtures(h: jax.Array, variances: jax.Array, arrived: jax.Array) -> jax.Array:
-    """Computes the weights a of the heads, one row for each client. Returns [K, K].
+    """Computes the weights of all heads in each client's new head.
 
     Args:
-      h: Class means h_kc, [K, C, d].
-      variances: V, [K].
-      arrived: Bool array of shape [K]; other clients get the weight 0.
+      h: Mean features of each class times the class's share of the client's examples, [K, C, d].
+      variances: Variance of each client's features divided by its number of examples, [K].
+      arrived: Bool [K], the clients that returned an update; others have the weight 0.
+
+    Returns:
+      Weights [K, K]; row k, for the new head of client k, is not negative and sums to 1.
     """
     flat = h.reshape(h.shape[0], -1)
 
@@ -84,7 +87,7 @@ def fedpac(
     penalty: float = 1.0,
     head_epochs: int = 1,
 ) -> Algorithm:
-    """Creates FedPAC, for classification.
+    """Creates FedPAC, for classification: the server averages the bodies and mixes personal heads.
 
     The server stores the body and the prototypes, the mean features of each class. The rows are the
     heads of the clients, which store `Momentum`.
@@ -104,7 +107,7 @@ def fedpac(
     names = tuple(model_shapes(model, federation))
 
     def parts(tree: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns the head and the body of the model in a tree."""
+        """Returns (head, body) of the model in a tree that may hold other entries."""
         return trees.split({name: tree[name] for name in names if name in tree}, {model.head})
 
     def init(key: jax.Array, start: State | None = None) -> State:

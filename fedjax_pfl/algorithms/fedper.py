@@ -17,8 +17,8 @@ from fedjax_pfl.core.algorithm import Algorithm, Federation
 def fedper(model: Any, training: local_training.Training, federation: Federation) -> Algorithm:
     """Creates FedPer: clients train body and head together, and the server averages the bodies.
 
-    The mean is weighted by training examples. The head stays on the client. BatchNorm belongs to
-    the body, statistics included.
+    The mean is weighted by training examples. The head, the last layer, stays on the client.
+    BatchNorm belongs to the body, statistics included.
     """
     return partly_shared(model, training, federation, in_layers({model.head}))
 

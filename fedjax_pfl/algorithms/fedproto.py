@@ -51,15 +51,19 @@ DECIDERS = ("prototype", "head")
 
 @dataclasses.dataclass(frozen=True)
 class Nearest:
-    """Network with logits −‖z − C_c‖²; uses its own head until the first prototype exists."""
+    """A network with logits −‖z − C_c‖² for features z and the prototype C_c of class c.
 
-    network: Any
+    Until the first prototype exists it returns the outputs of its head.
+    """
+
+    network: Any  # the plain network
 
     def apply(self, variables: PyTree, x: jax.Array) -> jax.Array:
         """Returns logits [B, C].
 
         Args:
-          variables: The network's, with `prototypes` [C, d] and `seen` [C], the classes with one.
+          variables: Those of the plain network, with `prototypes` [C, d], the mean features of
+            each class, and `seen`, bool [C], True for the classes that have one.
           x: Examples.
         """
         outputs, z = features.WithFeatures(self.network).apply(_network_of(variables), x)
@@ -82,8 +86,9 @@ def fedproto(
     penalty: float = 1.0,
     decides: str = "prototype",
 ) -> Algorithm:
-    """Creates FedProto. With λ = 0 clients train the same models as with Local.
+    """Creates FedProto: clients share the mean features of each class instead of a model.
 
+    A penalty pulls features to them. With λ = 0 clients train the same models as with Local.
     The server stores the prototypes, the mean features of each class, and which classes have one;
     clients store the same as Local.
 

@@ -25,7 +25,9 @@ def fedprox(
     *,
     mu: float = 0.1,
 ) -> Algorithm:
-    """Creates FedProx. State and mean are the same as for FedAvg.
+    """Creates FedProx: FedAvg with a penalty μ/2 ‖w_k − w‖² in each client's loss.
+
+    w_k is the client's, w the downloaded model. State and mean are the same as for FedAvg.
 
     Args:
       mu: μ, the weight of the distance to the global model; 0 is FedAvg.

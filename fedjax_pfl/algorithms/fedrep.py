@@ -28,7 +28,7 @@ from fedjax_pfl.core.errors import require_at_least
 
 
 class Momentum(NamedTuple):
-    """Momentum kept on the client. It changes only while its part trains."""
+    """Optimiser states that one client keeps, of its head and its body; () each if not kept."""
 
     head: PyTree
     body: PyTree
@@ -45,7 +45,7 @@ def fedrep(
     """Creates FedRep: clients train the head, then the body, and the server averages the bodies.
 
     The mean is weighted by training examples. The server stores the body, BatchNorm included.
-    Clients store the head, and momentum if they keep it.
+    Clients store `SplitClient`, with the head as `personal` and `Momentum` as `momentum`.
 
     Args:
       head_epochs: Passes over a client's examples to train its head. The body has `local_epochs`.

@@ -37,16 +37,17 @@ from fedjax_pfl.core.examples import Batch
 
 
 class Client(NamedTuple):
-    """State kept on the client between rounds."""
+    """State that one client keeps between rounds. `State.clients` stacks it over clients."""
 
-    head: PyTree  # parameters of ω_i
-    momentum: PyTree  # of (φ, ω) and of ω_i
+    head: PyTree  # parameters of the personal head ω_i
+    momentum: PyTree  # optimiser state of the shared model and personal head, or () if not kept
 
 
 def fedrod(model: Any, training: local_training.Training, federation: Federation) -> Algorithm:
-    """Creates FedRoD, for classification.
+    """Creates FedRoD, for classification: a shared head for balanced classes, and a personal one.
 
-    The server stores the body φ and the shared head ω, clients store `Client`.
+    Each client adds the personal head to the shared one; it trains with the plain loss. The server
+    stores the body φ and the shared head ω, clients store `Client`.
     """
     task = federation.task
     if not task.has_classes:
@@ -55,12 +56,12 @@ def fedrod(model: Any, training: local_training.Training, federation: Federation
     separate = training.with_optimizer(optimizers.per_entry(training.optimizer))
 
     def parts(params: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns the parameters of the head and of the body."""
+        """Returns (parameters of the head, parameters of the body)."""
         head, body = trees.split({"params": params}, {model.head})
         return head["params"], body.get("params", {})
 
     def with_personal(params: PyTree, personal_head: PyTree) -> PyTree:
-        """Returns the parameters with the sum of both heads."""
+        """Returns the shared model's parameters with the personal head added to its head."""
         head, body = parts(params)
         return trees.join(body, jax.tree.map(jnp.add, head, personal_head))
 
@@ -83,6 +84,7 @@ def fedrod(model: Any, training: local_training.Training, federation: Federation
         personal_gradient = local_training.gradient(model, task, ctx.data)
 
         def gradients(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
+            """Returns ((personal loss, new state), gradients of `shared` and `personal`)."""
             (_, new_state), grads = shared_gradient(params["shared"], model_state, batch, key)
             summed = with_personal(params["shared"], params["personal"])
             (loss, _), summed_grads = personal_gradient(summed, model_state, batch, key)

@@ -47,16 +47,16 @@ _EPSILON = 1e-12  # least norm of a vector, so that its gradient is finite
 
 
 class Client(NamedTuple):
-    """State kept on the client between rounds."""
+    """State that one client keeps between rounds. `State.clients` stacks it over clients."""
 
-    head: PyTree  # variables of ω_i
-    momentum: PyTree  # of φ_i, V_i, C_i and ω_i
+    head: PyTree  # variables of the client's head ω_i
+    momentum: PyTree  # optimiser state of all parameters, head included, or () if not kept
 
 
 class Valve(nn.Module):
-    """The network V, a condition [d] -> γ and β, [d] each."""
+    """The conditional valve V: maps a condition [d] to a scale γ and a shift β, [d] each."""
 
-    width: int
+    width: int  # d
 
     @nn.compact
     def __call__(self, condition: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -68,43 +68,56 @@ class Valve(nn.Module):
 
 
 def route(valve: PyTree, condition: jax.Array, z: jax.Array) -> jax.Array:
-    """Returns features [B, d] after the valve, f^G for condition g and f^P for p_i."""
+    """Returns ReLU((γ + 1) ⊙ z + β), [B, d], with γ and β of the valve.
+
+    Args:
+      valve: Parameters of `Valve`.
+      condition: Input of the valve, [d].
+      z: Features, [B, d].
+    """
     network: Any = Valve(z.shape[-1])
     gamma, beta = network.apply({"params": valve}, condition)
     return nn.relu((gamma + 1)[None] * z + beta[None])
 
 
 def norm(v: jax.Array) -> jax.Array:
-    """Norm of the rows of v [B, d], at least `_EPSILON`. Returns [B, 1]."""
+    """Euclidean norm of the rows of v [B, d], with a tiny lower bound. Returns [B, 1]."""
     squares = jnp.sum(jnp.square(v), -1, keepdims=True)
     return jnp.sqrt(jnp.maximum(squares, _EPSILON**2))
 
 
 @dataclasses.dataclass(frozen=True)
 class Valved:
-    """A network whose variables include V as the layers of `valve`, and p_i as `condition`."""
+    """The network for evaluation: the head reads the features after the valve, see `route`.
 
-    network: Any
+    Its variables are those of the plain network, the valve's parameters as `valve` in `params`, and
+    the client's condition as `condition` [d].
+    """
+
+    network: Any  # the plain network
 
     def apply(self, variables: PyTree, x: jax.Array) -> jax.Array:
-        """Returns the outputs for examples x."""
+        """Returns the outputs [B, C] for examples x."""
         own = {name: tree for name, tree in variables.items() if name != "condition"}
         transform = partial(route, own["params"]["valve"], variables["condition"])
         return features.WithFeatures(self.network, transform).apply(own, x)[0]
 
 
 class Guided(NamedTuple):
-    """The network for training. It returns (outputs, f^G, C), and updated collections.
+    """The network for training. It returns outputs and the two arrays that its loss reads.
 
-    The parameters include V as `valve` and C as `categories`.
+    The parameters include the valve as `valve` and the embeddings of classes as `categories`.
     """
 
-    network: Any
+    network: Any  # the plain network
     g: jax.Array  # [d]; the global condition
     p: jax.Array  # [d]; the client's condition p_i
 
     def apply(self, variables: PyTree, x: jax.Array, **options: Any) -> Any:
-        """Returns the three outputs, and the collections that training updates."""
+        """Returns ((outputs, features for g, categories), collections that training updates).
+
+        Outputs [B, C] are those for the condition p; the features [B, d] are after the valve.
+        """
         params = variables["params"]
         network = features.WithFeatures(self.network, partial(route, params["valve"], self.p))
         (outputs, z), updated = network.apply(variables, x, **options)
@@ -119,10 +132,11 @@ def gpfl(
     penalty: float = 0.01,
     decay: float = 0.1,
 ) -> Algorithm:
-    """Creates GPFL, for classification.
+    """Creates GPFL, for classification: a personal head, and features guided by embeddings.
 
-    The server stores the variables of the body φ, with the class embeddings C and the layers of the
-    conditional valve V as parameters `categories` and `valve`. Clients store `Client`.
+    The server stores the variables of the body φ, with the class embeddings C [classes, d] and the
+    layers of the conditional valve V as parameters `categories` and `valve`. Clients store
+    `Client`.
 
     Args:
       penalty: λ, the weight of the distance between an example's guided features and the embedding
@@ -153,7 +167,7 @@ def gpfl(
         return State(shared, (), Client(heads, initial_momentum(training, params, federation)))
 
     def personal_condition(categories: jax.Array, ctx: ClientContext) -> jax.Array:
-        """Computes p_i; 0 on a client without examples."""
+        """Returns p_i [d], the mean of `categories` [C, d] over the client's examples; or 0."""
         counts = class_counts(ctx.data, classes)
         shares = counts / jnp.maximum(jnp.sum(counts), 1.0)
         return jnp.matmul(shares, categories, precision="highest")

@@ -44,18 +44,21 @@ _EPSILON = 1e-9  # least probability of a class, which is 0 if λ is 1 and no ne
 
 @dataclasses.dataclass(frozen=True)
 class NeighbourMixture:
-    """A network mixed with the labels of stored examples, whose outputs are log-probabilities."""
+    """A network mixed with the labels of stored examples, whose outputs are log-probabilities.
 
-    network: Any
-    neighbours: int
-    weight: Any  # λ, or None if each client selects it
-    scale: Any
+    The stored examples are part of the variables; see `memorise`.
+    """
+
+    network: Any  # the plain network
+    neighbours: int  # stored examples that a prediction reads, the nearest
+    weight: Any  # λ, the weight of their labels, or None if each client selects it
+    scale: Any  # σ, as in `knn_per`
 
     def memorise(self, variables: PyTree, data: ClientData) -> PyTree:
-        """Adds `memory` to a network's variables: the client's training examples.
+        """Returns a network's variables with the client's training examples as `memory`.
 
-        It holds features [n, d], labels [n] and `stored`, bool [n], which is False for padding. The
-        client's `classes`, bool [C] or None, and λ as `weight`, [1], are added too.
+        `memory` holds `features` [n, d], `labels` [n] and `stored`, bool [n], False for padding.
+        The client's `classes`, bool [C] or None, and λ as `weight`, [1], are added too.
         """
         rows, size = data.train
         batch_size = min(_BATCH, rows.shape[0])
@@ -77,7 +80,10 @@ class NeighbourMixture:
         return {**with_memory, "weight": jnp.full(1, weight)}
 
     def select(self, variables: PyTree, data: ClientData) -> jax.Array:
-        """Returns the λ of `_WEIGHTS` with the lowest cross-entropy on the validation examples."""
+        """Returns the λ, a multiple of 0.1, with the lowest loss on the validation examples, [].
+
+        `variables` are those that `memorise` returns, without `weight`.
+        """
         weights = jnp.asarray(_WEIGHTS)[:, None]
 
         def losses(batch: Batch) -> jax.Array:
@@ -92,7 +98,10 @@ class NeighbourMixture:
         return weights[jnp.argmin(batches.sum_batches(losses, data, data.validation)), 0]
 
     def parts(self, variables: PyTree, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the probabilities of the network and of the neighbours, [B, C] each."""
+        """Returns the class probabilities of network and neighbours' labels, [B, C] each.
+
+        `variables` are those that `memorise` returns; `weight` is not read.
+        """
         memory, classes = variables["memory"], variables.get("classes")
         added = ("memory", "classes", "weight")
         network_variables = {name: v for name, v in variables.items() if name not in added}
@@ -131,7 +140,9 @@ def knn_per(
     scale: float = 1.0,
     select_weight: bool = False,
 ) -> Algorithm:
-    """Creates kNN-Per, for classification. The state is that of FedAvg.
+    """Creates kNN-Per, for classification: FedAvg's model, mixed with labels of similar examples.
+
+    Each client mixes in the labels of its own training examples. The state is that of FedAvg.
 
     Args:
       neighbours: k, the number of training examples that a prediction reads.

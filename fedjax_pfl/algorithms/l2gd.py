@@ -34,10 +34,10 @@ from fedjax_pfl.core.errors import require
 
 
 class Client(NamedTuple):
-    """State kept on the client between rounds."""
+    """State that one client keeps between rounds. `State.clients` stacks it over clients."""
 
-    variables: PyTree  # x_i
-    momentum: PyTree
+    variables: PyTree  # the client's own model x_i
+    momentum: PyTree  # optimiser state, or () if clients do not keep it
 
 
 def l2gd(
@@ -47,10 +47,11 @@ def l2gd(
     *,
     pull: float = 0.5,
 ) -> Algorithm:
-    """Creates L2GD. With ρ = 0 it is Local, with ρ = 1 FedAvg with unweighted means.
+    """Creates L2GD: clients move their own models towards the mean model, then train locally.
 
-    The server stores x̄, the mean of the clients' models; clients store `Client`. The personalised
-    model is the client's own x_i after the step towards x̄.
+    With ρ = 0 it is Local, with ρ = 1 FedAvg with unweighted means. The server stores x̄, the mean
+    of the clients' models; clients store `Client`. The personalised model is the client's own x_i
+    after the step towards x̄.
 
     Args:
       pull: ρ, the share of the mean model in a client's model before local training, 0 to 1.

@@ -21,14 +21,17 @@ from fedjax_pfl.core.local_training import Training
 
 
 class LocalClient(NamedTuple):
-    """State kept on the client between rounds."""
+    """State that one client keeps between rounds. `State.clients` stacks it over clients."""
 
-    variables: PyTree
-    momentum: PyTree
+    variables: PyTree  # the client's own model
+    momentum: PyTree  # optimiser state, or () if clients do not keep it
 
 
 def local(model: Any, training: Training, federation: Federation) -> Algorithm:
-    """Creates Local. All clients start from the same model; clients store `LocalClient`."""
+    """Creates Local: every client trains its own model, and nothing is sent.
+
+    All clients start from the same model. Clients store `LocalClient`.
+    """
     train_model = model_trainer(model, federation.task, training)
 
     def init(key: jax.Array, start: State | None = None) -> State:

@@ -37,20 +37,23 @@ _EPSILON = 1e-8  # least product of two norms, which is 0 if all features are
 
 
 class Client(NamedTuple):
-    """State kept on the client between rounds."""
+    """State that one client keeps between rounds. `State.clients` stacks it over clients."""
 
-    previous: PyTree  # the variables v_k
-    momentum: PyTree
+    previous: PyTree  # variables of its model after its last round; initially the global model
+    momentum: PyTree  # optimiser state, or () if clients do not keep it
 
 
 class WithReferences(NamedTuple):
-    """A network that returns (outputs, its features, features of the reference models)."""
+    """The network for training. It also returns its features and those of reference models."""
 
     network: features.WithFeatures
-    references: tuple[PyTree, ...]  # variables of each
+    references: tuple[PyTree, ...]  # variables of each reference model, constants
 
     def apply(self, variables: PyTree, x: jax.Array, **options: Any) -> Any:
-        """Returns the outputs and features, and the collections that training updates."""
+        """Returns ((outputs, features, references' features), collections that training updates).
+
+        Features are [B, d]; the references' are a tuple of such arrays, in evaluation mode.
+        """
         (outputs, z), updated = self.network.apply(variables, x, **options)
         fixed = tuple(self.network.apply(reference, x)[1] for reference in self.references)
         return (outputs, z, fixed), updated
@@ -70,7 +73,10 @@ def moon(
     mu: float = 1.0,
     temperature: float = 0.5,
 ) -> Algorithm:
-    """Creates MOON. The server stores the same as FedAvg, clients store `Client`.
+    """Creates MOON: FedAvg with a contrastive loss on the features.
+
+    The loss keeps them near those of the global model and away from those of the client's previous
+    model. The server stores the same as FedAvg, clients store `Client`.
 
     Args:
       mu: μ, the weight of the contrastive loss; 0 is FedAvg.

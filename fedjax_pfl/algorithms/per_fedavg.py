@@ -46,15 +46,18 @@ def meta_gradient(
     alpha: float,
     delta: float,
 ) -> local_training.Gradient:
-    """Returns a function that computes the direction for a batch B2.
+    """Returns a function that computes the meta-gradient in place of the gradient of a batch.
+
+    It has the signature of `gradient`. It takes one step with rate α on a sampled batch and returns
+    loss, model state and gradient of the given batch after that step.
 
     Args:
-      gradient: Gradient of the loss of a batch.
+      gradient: (params, model state, batch, key) -> ((loss, new model state), gradient).
       data: The client's examples.
-      size: Number of examples of B1 and of B3.
-      variant: "fo" or "hf".
-      alpha: α.
-      delta: δ, for "hf".
+      size: Number of examples in each sampled batch.
+      variant: "fo" ignores the curvature; "hf" estimates it on one more sampled batch.
+      alpha: α, the learning rate of the step.
+      delta: δ, half the width of the difference of gradients, for "hf".
     """
 
     def direction(
@@ -105,7 +108,7 @@ def per_fedavg(
     require_above("per_fedavg.delta", delta, 0)
 
     def adapted(variables: PyTree, data: ClientData, key: jax.Array) -> PyTree:
-        """Returns the variables after one step with rate α on a new batch."""
+        """Returns the variables after one step with rate α on a batch sampled from `data`."""
         params, model_state = local_training.split_variables(variables)
         draw_key, noise_key = jax.random.split(key)
         batch = batches.sample_batch(data, data.train, training.batch_size, draw_key)

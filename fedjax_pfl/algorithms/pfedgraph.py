@@ -49,10 +49,11 @@ def pfedgraph(
     alpha: float = 0.8,
     penalty: float = 0.01,
 ) -> Algorithm:
-    """Creates pFedGraph. α near 0 with λ = 0 gives Local, a large α gives FedAvg.
+    """Creates pFedGraph: the server mixes a model for each client, by similarity of updates.
 
-    The server stores the initial model θ⁰; the rows are u_i, the mixture sent to each client.
-    Clients store their momentum if it is kept.
+    α near 0 with λ = 0 gives Local, a large α gives FedAvg. The server stores the initial
+    parameters θ⁰ as `first`; the rows are the variables of the mixture sent to each client. Clients
+    store their optimiser state, or () if they do not keep it.
 
     Args:
       alpha: α, the weight of the distance between a client's mixing weights and the shares of

@@ -70,9 +70,13 @@ def pfedme(
         gradient = local_training.gradient(model, federation.task, ctx.data)
 
         def envelope_gradient(w: PyTree, carry: PyTree, batch: Batch, key: jax.Array) -> Any:
-            """Returns λ (w − θ) after K inner steps; also the last loss, θ and model state."""
+            """Returns ((last loss, (θ, model state)), λ (w − θ)) after K steps of θ on the batch.
+
+            `carry` is (θ, model state) before these steps.
+            """
 
             def step(k: jax.Array, inner: Any) -> Any:
+                """Takes inner step k; `inner` is (θ, model state, last loss)."""
                 theta, model_state, _ = inner
                 (loss, model_state), grads = gradient(
                     theta, model_state, batch, jax.random.fold_in(key, k)

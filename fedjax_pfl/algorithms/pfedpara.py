@@ -27,7 +27,9 @@ def pfedpara(
     *,
     gamma: float = 0.0,
 ) -> Algorithm:
-    """Creates pFedPara. Clients store the factors of W2, the server all other variables.
+    """Creates pFedPara: kernels are W = W1 ⊙ (W2 + 1), low-rank, with a personal W2.
+
+    Clients store the factors of W2; the server averages and stores all other variables.
 
     Args:
       gamma: Rank of the factors, from 0 (the least with which W can have full rank) to 1 (the

@@ -37,10 +37,10 @@ from fedjax_pfl.core.examples import Batch
 
 
 class Client(NamedTuple):
-    """State kept on the client between rounds."""
+    """State that one client keeps between rounds. `State.clients` stacks it over clients."""
 
-    control: PyTree  # c_i, in the structure of the parameters
-    momentum: PyTree
+    control: PyTree  # control variate c_i, in the structure of the parameters
+    momentum: PyTree  # optimiser state, or () if clients do not keep it
 
 
 def scaffold(
@@ -50,10 +50,10 @@ def scaffold(
     *,
     server_rate: float = 1.0,
 ) -> Algorithm:
-    """Creates SCAFFOLD.
+    """Creates SCAFFOLD: control variates correct the drift of the clients' local steps.
 
-    The server stores the variables of the model and, as `control`, its control variate; clients
-    download both and store `Client`.
+    The server stores the variables of the model and, as `control`, the mean of all clients' control
+    variates; clients download both and store `Client`.
 
     Args:
       server_rate: η_g, the learning rate of the server; 1 replaces the model by the mean of the
@@ -77,6 +77,10 @@ def scaffold(
         gradient = local_training.gradient(model, federation.task, ctx.data)
 
         def corrected(y: PyTree, carry: Any, batch: Batch, key: jax.Array) -> Any:
+            """Returns ((loss, new carry), corrected gradient).
+
+            `carry` is (model state, sum of plain gradients, number of steps).
+            """
             model_state, total, steps = carry
             (loss, model_state), grads = gradient(y, model_state, batch, key)
             carry = model_state, jax.tree.map(jnp.add, total, grads), steps + 1

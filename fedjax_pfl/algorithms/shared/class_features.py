@@ -16,7 +16,7 @@ def class_mask(batch: Batch, classes: int) -> jax.Array:
 
 
 def class_counts(data: ClientData, classes: int) -> jax.Array:
-    """Returns the number of a client's training examples of each class, float32 [C].
+    """Returns the number of a client's training examples of each class, float32 [classes].
 
     Counts the labels after the client's label map, on the client. `Federation.class_counts` counts
     stored labels of all clients and is unknown to the server of a deployment.
@@ -29,17 +29,17 @@ def class_counts(data: ClientData, classes: int) -> jax.Array:
 
 
 class ClassFeatures(NamedTuple):
-    """Statistics of the features z, the inputs of the head, over a client's training examples."""
+    """Statistics of the d features z, the inputs of the head, of one client's training examples."""
 
-    counts: jax.Array  # [C], number of examples
-    means: jax.Array  # [C, d], mean of z; 0 if there is no example
-    mean_square: jax.Array  # mean of ‖z‖² over all examples
+    counts: jax.Array  # [C], number of examples of each class
+    means: jax.Array  # [C, d], mean of z over a class; 0 if it has no example
+    mean_square: jax.Array  # [], mean of ‖z‖² over all examples
 
 
 def class_features(
     network: Any, variables: PyTree, data: ClientData, classes: int
 ) -> ClassFeatures:
-    """Computes the features of a client's training examples, in evaluation mode.
+    """Computes statistics of the features of a client's training examples, in evaluation mode.
 
     Args:
       network: A network that returns (outputs, features); see `networks.features`.

@@ -11,7 +11,7 @@ from fedjax_pfl.core.local_training import Training
 
 
 def model_shapes(model: Any, federation: Federation) -> PyTree:
-    """Returns the shapes and dtypes of a model's variables."""
+    """Returns a tree like a model's variables, of `jax.ShapeDtypeStruct`."""
     return jax.eval_shape(lambda: _new_variables(model, federation, jax.random.key(0)))
 
 
@@ -22,13 +22,16 @@ def _new_variables(model: Any, federation: Federation, key: jax.Array) -> PyTree
 def initial_variables(
     model: Any, federation: Federation, key: jax.Array, start: State | None
 ) -> PyTree:
-    """Initialises a model, or returns the global model of an earlier phase.
+    """Returns new variables of a model, or those of the global model of an earlier phase.
+
+    A phase is a part of a run with one algorithm. Raises UsageError if the shapes differ.
 
     Args:
       model: A Flax network.
       federation: Tells the shape of an example.
       key: Random key of the initialisation.
-      start: Final state of an earlier phase, whose server state must have a model's collections.
+      start: Final state of the earlier phase, whose server state must have the model's
+        collections, such as `params`; None: a new model.
     """
     if start is None:
         return _new_variables(model, federation, key)
@@ -44,7 +47,10 @@ def initial_variables(
 
 
 def initial_momentum(training: Training, params: PyTree, federation: Federation) -> PyTree:
-    """Returns the initial optimiser state of all clients, stacked, or () if they do not keep it."""
+    """Returns the initial optimiser state, stacked over clients, for the parameters of one client.
+
+    Returns () if clients do not keep it.
+    """
     if not training.keep_optimizer:
         return ()
     return trees.repeat(training.optimizer.init(params), federation.clients)
@@ -53,12 +59,12 @@ def initial_momentum(training: Training, params: PyTree, federation: Federation)
 def initial_client_rows(
     initial: PyTree, start: State | None, client_type: type, field: str, federation: Federation
 ) -> PyTree:
-    """Returns one field of the client-side state, stacked over clients.
+    """Returns the start value of one field of the client-side state, leaves [N, ...].
 
     Args:
-      initial: Value for each client, unless an earlier phase of the method left another one.
-      start: Final state of an earlier phase.
-      client_type: The method's type of `State.clients`.
+      initial: Value for every client, unless `start` has the field with the same shapes.
+      start: Final state of the earlier phase (part of the run with one algorithm), or None.
+      client_type: The method's type of `State.clients`; states of other types are ignored.
       field: Name of the field in that type.
       federation: Tells the number of clients.
     """

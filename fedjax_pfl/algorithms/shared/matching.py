@@ -25,14 +25,16 @@ def cosines(v: jax.Array) -> jax.Array:
 def candidates(
     order: jax.Array, minimum: int, similar: jax.Array, allowed: jax.Array, i: Any
 ) -> jax.Array:
-    """Selects the similar clients, and at least the first `minimum`. Returns bool [N].
+    """Selects the clients whose models client i mixes. Returns bool [N].
+
+    These are the similar clients and the first `minimum` in the order, if they are allowed.
 
     Args:
       order: Array of shape [N]; a larger value comes first. Client i always comes first.
-      minimum: Least number of clients to select, client i included.
-      similar: Bool array of shape [N].
+      minimum: Number of clients to select even if they are not similar, client i included.
+      similar: Bool array of shape [N], the clients similar to client i.
       allowed: Bool array of shape [N]; no other client is selected.
-      i: The client that mixes.
+      i: Id of the client that mixes.
     """
     order = jnp.where(allowed, order, -jnp.inf).at[i].set(jnp.inf)
     rank = jnp.argsort(jnp.argsort(-order, stable=True))
@@ -50,7 +52,7 @@ def select_peers(
       affinity: Array of shape [N]; a larger value comes first.
       free: Bool array of shape [N], the clients to select from.
       peers: Number of clients to select.
-      epsilon: ε.
+      epsilon: ε, the probability that a selection ignores affinity.
       key: Random key.
 
     Returns:
@@ -58,6 +60,7 @@ def select_peers(
     """
 
     def select(free: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Selects one client; returns (the clients still free, its id)."""
         explore_key, order_key = jax.random.split(key)
         best = jnp.max(jnp.where(free, affinity, -jnp.inf))
         eligible = free & (jax.random.bernoulli(explore_key, epsilon) | (affinity == best))

@@ -15,15 +15,16 @@ def _no_remark(settings: Mapping[str, Any], clients: int) -> str:
 
 
 class Method(NamedTuple):
-    """A method's factory, its names, and data for runs and reports.
+    """A federated method as the package lists it: its factory, names, and data for reports.
 
-    diagnostics: Numbers that tell whether the method's mechanism is active.
-    pictures: Titles and captions of the arrays that `observe` returns, by name.
-    remark: (own settings, number of clients) -> a line to print before a run, or "".
-    tuning_note: A caution for readers of tuning results.
+    diagnostics: Numbers that tell whether the method's mechanism is active, by name.
+    pictures: Titles and captions of the arrays that `Algorithm.observe` returns, by their name.
+    remark: (values of the factory's keyword-only arguments by name, number of clients) -> a line
+      to print before a run, or "".
+    tuning_note: A caution for readers of tuning results, or "".
     """
 
-    factory: Callable[..., Any]
+    factory: Callable[..., Any]  # (model, training, federation, **settings) -> Algorithm
     title: str  # as the paper writes it
     paper: str  # authors and year; empty if the method has none
     variant_of: "Method | None" = None  # the paper's method that this library changed

@@ -18,7 +18,11 @@ _NO_LAYERS: PyTree = MappingProxyType({})
 
 
 def proximal(gradient: Gradient, anchor: PyTree, penalty: Any) -> Gradient:
-    """Returns the gradient of f + penalty/2 ‖params − anchor‖². The loss is that of f alone."""
+    """Returns a gradient function for f + penalty/2 ‖params − anchor‖², with f that of `gradient`.
+
+    Both are (params, model state, batch, key) -> ((loss, new model state), gradient). The loss is
+    that of f alone. `anchor` are parameters.
+    """
 
     def penalised(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
         aux, grads = gradient(params, model_state, batch, key)
@@ -38,10 +42,10 @@ def fit_variables(
 
     Args:
       training: Optimiser, learning rate and number of steps.
-      gradient: Gradient of the loss of a batch.
+      gradient: (params, model state, batch, key) -> ((loss, new model state), gradient).
       variables: Flax variables with the collection `params`.
-      optimizer_state: Optimiser state if the client keeps it.
-      ctx: The client.
+      optimizer_state: The client's optimiser state, or () if it does not keep it.
+      ctx: The client, with its examples and random key.
 
     Returns:
       Variables, optimiser state (() if the client does not keep it) and metrics.
@@ -55,9 +59,10 @@ def fit_variables(
 def model_trainer(model: Any, task: Task, training: Training) -> Trainer:
     """Returns a function that trains some or all layers of a model.
 
-    It takes variables, the optimiser state, the client and, as `frozen`, variables of the other
-    layers; it returns what `fit_variables` returns. Frozen layers have no gradient, decay or
-    momentum. Their BatchNorm statistics do not change, although they normalise by the batch.
+    It is (variables, optimizer_state, ctx, frozen={}) -> (variables, optimizer_state, metrics), as
+    for `fit_variables`. `variables` are those of the layers that train, `frozen` those of all other
+    layers. Frozen layers have no gradient, decay or momentum. Their BatchNorm statistics do not
+    change, although they normalise by the batch.
     """
 
     def train(

@@ -18,12 +18,13 @@ def no_prototypes(classes: int, d: int) -> PyTree:
 
 
 def average_prototypes(old: PyTree, uploads: PyTree) -> PyTree:
-    """Averages clients' prototypes, weighted by their examples of each class.
+    """Averages clients' prototypes, the mean features of each class, weighted by their examples.
 
-    A class without an example in any upload keeps its old prototype.
+    Returns {"prototypes": float32 [C, d], "seen": bool [C], the classes that have one}. A class
+    without an example in any upload keeps its old prototype.
 
     Args:
-      old: The server's prototypes.
+      old: The server's prototypes, a tree like the result.
       uploads: Stacked uploads with `prototypes` [K, C, d] and `counts` [K, C]; counts of absent
         clients are 0.
     """
@@ -35,15 +36,17 @@ def average_prototypes(old: PyTree, uploads: PyTree) -> PyTree:
 
 
 def with_prototype_penalty(task: Task, prototypes: PyTree, penalty: Any) -> Task:
-    """Adds λ ‖z(x) − C_y‖²/d to the loss of examples whose class has a prototype.
+    """Adds to an example's loss the distance of its features to the prototype of its class.
+
+    The distance is λ times the mean square over features; 0 if the class has no prototype.
 
     Args:
       task: Task of the plain network.
-      prototypes: A tree of prototypes.
-      penalty: λ.
+      prototypes: A tree with `prototypes` [C, d] and `seen`, bool [C], the classes that have one.
+      penalty: λ, a scalar.
 
     Returns:
-      A task for a network that returns (outputs, features).
+      The task with a loss for a network that returns (outputs, features [B, d]).
     """
 
     def loss(outputs: Any, y: jax.Array, classes: Any) -> jax.Array:

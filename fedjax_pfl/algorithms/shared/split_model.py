@@ -27,14 +27,14 @@ from fedjax_pfl.networks import norm_layers
 
 
 class SplitClient(NamedTuple):
-    """State kept on the client between rounds."""
+    """State that one client keeps between rounds. `State.clients` stacks it over clients."""
 
-    personal: PyTree  # the client's personal variables
-    momentum: PyTree
+    personal: PyTree  # variables that are not shared, such as those of the head
+    momentum: PyTree  # optimiser state, or () if clients do not keep it
 
 
 def in_layers(names: Collection[str]) -> Callable[[str, str], bool]:
-    """Returns a predicate (layer, leaf) that is True for leaves of the named layers."""
+    """Returns a function (layer name, leaf name) -> bool, True for leaves of the named layers."""
 
     def is_inside(layer: str, leaf: str) -> bool:
         return layer in names
@@ -45,9 +45,10 @@ def in_layers(names: Collection[str]) -> Callable[[str, str], bool]:
 def last_layers(
     model: Any, federation: Federation, setting: str, count: int, *, early: int
 ) -> tuple[str, ...]:
-    """Returns the names of the last `count` layers.
+    """Returns the names of the last `count` layers, from input to output.
 
-    A BatchNorm is not counted; it belongs to the layer before it.
+    A BatchNorm is not counted; it belongs to the layer before it and is among the names. Raises
+    UsageError if the network has too few layers.
 
     Args:
       model: A network with `layers`, the names from input to output.

@@ -10,7 +10,7 @@ def require_validation(use: str, federation: Federation) -> None:
     """Raises UsageError if a client has no validation examples.
 
     Args:
-      use: Start of the message, such as "fedfomo weighs peers on".
+      use: Start of the message, before "validation examples", such as "fedfomo weighs peers on".
       federation: The clients.
     """
     counts = federation.validation_counts
