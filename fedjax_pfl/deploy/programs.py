@@ -304,6 +304,7 @@ def _score(
     test = Split(inputs.data.test.rows[0], inputs.data.test.size[0])
 
     def score(variables: PyTree, split: Split) -> local_training.Scores:
+        """Returns sums over the client's examples in a split."""
         return local_training.evaluate(
             algorithm.predict, variables, client_examples, split, method.federation.task
         )

@@ -238,6 +238,7 @@ class _Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Lets the guard end all processes, and waits until they have ended."""
         self.guard.communicate()
         for process in self.running.values():
             process.wait()

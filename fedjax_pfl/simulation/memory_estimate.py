@@ -47,6 +47,7 @@ def all_gather_bytes(f: Callable[..., Any], *arguments: Any) -> int:
     """
 
     def count(jaxpr: Any) -> int:
+        """Returns the bytes of the all-gathers of a jaxpr and of those inside it."""
         total = 0
         jaxpr, _ = jaxprs.prune(jaxpr)
         for eqn in jaxpr.eqns:

@@ -88,6 +88,7 @@ class OffloadedRows:
         no_ids = jnp.full(capacity, rows.clients, jnp.int32)
 
         def leaf(k: int) -> offload.Offloaded:
+            """Returns leaf `k` without written rows."""
             shape, dtype = rows.layout.shapes[k], rows.layout.dtypes[k]
             values = jnp.zeros((capacity, *shape), dtype)
             return offload.Offloaded(

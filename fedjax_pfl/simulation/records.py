@@ -34,11 +34,11 @@ class Log(NamedTuple):
 class Evaluation(NamedTuple):
     """Scores of each client's model: sums over its examples, arrays of shape [N].
 
-    `after` is None if models are not evaluated after local training.
+    `after` is None if not requested. With `validate_after`, `validation` is of the same model.
     """
 
     before: local_training.Scores  # test examples, personalised model
-    validation: local_training.Scores  # validation examples, as `before`; `validate_after`: `after`
+    validation: local_training.Scores  # validation examples, personalised model
     after: local_training.Scores | None  # test examples, after one more local training
 
 

@@ -194,6 +194,7 @@ class RowStore:
         self.changed = np.zeros(clients, bool)  # since the last checkpoint
 
     def _new_space(self) -> "_Memory | _File | None":
+        """Returns empty space for records, or None if records have no bytes."""
         size = self.layout.size
         if not size:
             return None
@@ -345,6 +346,7 @@ class Snapshot(ClientStore):
     """A past state of a `ClientStore`. Holds the clients' records that have changed since."""
 
     def __init__(self, current: ClientStore) -> None:
+        """Creates a snapshot of the present state of the store `current`."""
         groups = [rows.empty_copy() for rows in current.groups]
         super().__init__(groups, current.has_groups, current.offload)
         self.current = current
