@@ -46,7 +46,7 @@ def meta_gradient(
     alpha: float,
     delta: float,
 ) -> local_training.Gradient:
-    """Returns a function that computes the meta-gradient in place of the gradient of a batch.
+    """Returns a function that computes the meta-gradient instead of the gradient of a batch.
 
     It has the signature of `gradient`. It takes one step with rate α on a sampled batch and returns
     loss, model state and gradient of the given batch after that step.

@@ -67,7 +67,7 @@ def interpret(
 ) -> list[Any]:
     """Runs a program on values of any type and returns the values of its results.
 
-    Programs of jit, checkpoint and custom derivatives are run likewise; a loop is one operation.
+    Programs of jit, checkpoint and custom derivatives are run too; a loop is one operation.
 
     Args:
       program: The program.

@@ -217,7 +217,7 @@ def _blocked_map(leaves: _Leaves, f: Callable[[list[jax.Array]], PyTree]) -> PyT
 def split_parts(rows: PyTree, names: Sequence[str]) -> tuple[PyTree, dict[str, PyTree]]:
     """Removes named parts (fields or keys) from rows, a NamedTuple or a dict.
 
-    Returns the rows with () in place of these parts, and the removed parts by name.
+    Returns the rows with () for these parts, and the removed parts by name.
     """
     if not names:
         return rows, {}

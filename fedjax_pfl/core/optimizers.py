@@ -201,7 +201,7 @@ def schedule(name: str, end: float, warmup: float) -> Callable[[Any, Any], jax.A
     Args:
       name: Key of `SCHEDULES`.
       end: Final factor; also the first one, for schedules with a warm-up.
-      warmup: Fraction of the steps in which the factor rises to 1.
+      warmup: Fraction of the steps during which the factor rises to 1.
     """
     factor_of_progress = SCHEDULES[name](end, warmup)
 

@@ -57,7 +57,7 @@ def largest_remainder(weights: np.ndarray, total: int) -> Ints:
 
 
 def round_robin(totals: Ints, clients: int) -> Ints:
-    """Gives the examples, sorted by class, one by one to the clients in turn.
+    """Gives the examples, sorted by class, singly to the clients in turn.
 
     `totals`, int [C], has the number of examples of each class, and `clients` is N.
 

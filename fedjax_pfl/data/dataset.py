@@ -46,7 +46,7 @@ class Dataset(NamedTuple):
     shift: np.ndarray | None = None  # None with scale=None: examples are used as stored
     coarse: np.ndarray | None = None  # int [outputs]: the superclass of each class
     owner_train: np.ndarray | None = None  # int [examples]: person or group each comes from
-    owner_test: np.ndarray | None = None  # likewise, of the test set; owners are numbered from 0
+    owner_test: np.ndarray | None = None  # the same of the test set; owners are numbered from 0
     owner_classes: np.ndarray | None = (
         None  # bool [owners, outputs]: classes that an owner can have
     )

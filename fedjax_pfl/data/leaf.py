@@ -171,7 +171,7 @@ def _characters(
     Args:
       name: Name of the dataset, for messages.
       xs: Texts of the training set and of the test set.
-      ys: The character after each text, likewise.
+      ys: The character after each text, per part.
       every_position: Label every position with the next character, not only the last one.
 
     Returns:

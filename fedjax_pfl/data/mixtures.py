@@ -117,7 +117,7 @@ def clusters(
     """Groups classes into random clusters and divides each cluster by shares from Dir(alpha).
 
     Returns int [N, C], the number of examples of each class on each client.
-    Within a cluster a client's examples are a random sample, whatever their class.
+    Within a cluster a client's examples are a random sample, of any class.
     References: FedEM's CIFAR-10 testbed (80 clients, 3 clusters, alpha 0.4).
     Deviations: sampled again while a client has fewer than `minimum` examples.
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from fedjax_pfl.core.errors import UsageError
 
-CHUNK_BYTES = 1 << 26  # size of the chunks in which large arrays are read
+CHUNK_BYTES = 1 << 26  # size of the chunks when large arrays are read
 
 
 def row_chunks(array: np.ndarray) -> Iterator[np.ndarray]:

@@ -1,7 +1,7 @@
 """A node: the process that describes its examples, enrols in runs and trains as one client.
 
 The node's file decides which examples it has; a request only decides how to train on them. The
-node's folder records which client it is and the runs in which it is enrolled. All other requests
+node's folder records which client it is and the runs where it is enrolled. All other requests
 are refused.
 """
 

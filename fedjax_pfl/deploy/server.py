@@ -30,7 +30,7 @@ class ServerState(NamedTuple):
     """State of the server between two rounds."""
 
     state: State  # with () as `clients`
-    # int [N]: last round in which the client's update was used; if none, BEFORE_FIRST_ROUND
+    # int [N]: last round when the client's update was used; if none, BEFORE_FIRST_ROUND
     settled: np.ndarray
 
 

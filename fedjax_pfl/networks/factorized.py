@@ -64,7 +64,7 @@ class Reparametrised(abc.ABC):
         return tuple(name for name in self.layers if name in names)
 
     def init(self, key: jax.Array, x: jax.Array) -> dict[str, PyTree]:
-        """Returns initial variables for x [B, ...], with factors in place of kernels."""
+        """Returns initial variables for x [B, ...], with factors instead of kernels."""
         variables = dict(self.model.init(key, x))
 
         def factorize(tree: PyTree, path: tuple[str, ...] = ()) -> PyTree:
@@ -84,7 +84,7 @@ class Reparametrised(abc.ABC):
         return self.model.apply({**variables, "params": params}, *arguments, **options)
 
     def model_params(self, params: PyTree) -> PyTree:
-        """Returns the parameters of `model`: `kernel` in place of the factors in `params`."""
+        """Returns the parameters of `model`: `kernel` instead of the factors in `params`."""
 
         def with_kernels(shapes: PyTree, factors: PyTree, path: tuple[str, ...] = ()) -> PyTree:
             result = {}

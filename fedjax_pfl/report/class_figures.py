@@ -11,7 +11,7 @@ from fedjax_pfl.report import drawing
 from fedjax_pfl.report.drawing import Picture
 
 _MAX_NUMBERS = 12  # classes of a matrix whose cells have numbers
-_MAX_NAMED = 30  # classes whose names fit beside the axes
+_MAX_NAMED = 30  # classes whose names fit next to the axes
 _LISTED = 3
 _COLOUR_MAP = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))
 

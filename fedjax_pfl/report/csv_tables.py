@@ -1,4 +1,4 @@
-"""CSV files in which a spreadsheet does not evaluate text as formulas."""
+"""CSV files whose text a spreadsheet does not evaluate as formulas."""
 
 import csv
 import re

@@ -146,7 +146,7 @@ def different_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> l
 def sentence(run: Run, name: str, reference: Run) -> str:
     """Returns sentences that compare a run with a reference run, before and after local training.
 
-    They end with the other settings in which the two differ.
+    They end with the other settings that differ.
 
     Args:
       run: The run.
@@ -167,13 +167,13 @@ def comparable(run: Run, reference_runs: Mapping[str, Run]) -> dict[str, Run]:
 
 
 def settings_note(run: Run, reference: Run) -> str:
-    """Returns a sentence on settings beside the method in which two runs differ, or "" if none."""
+    """Returns a sentence on settings that differ, except the method, or "" if none."""
     differing = training_differences(run, reference)
     return f" The two runs also differ in {_listed(differing)}." if differing else ""
 
 
 def no_verdict_note(run: Run, reference_runs: Mapping[str, Run]) -> str:
-    """Returns text on the settings in which the reference runs differ, and what to do."""
+    """Returns text on the settings that differ in the reference runs, and what to do."""
     differences = "; ".join(
         f"that of {name} ({reference.directory.name}) differs in "
         f"{_listed(training_differences(run, reference))}"
@@ -186,7 +186,7 @@ def no_verdict_note(run: Run, reference_runs: Mapping[str, Run]) -> str:
 
 
 def training_differences(run: Run, reference: Run) -> list[str]:
-    """Returns the dotted names of settings in which two runs differ, except those of the method.
+    """Returns the dotted names of settings that differ between two runs, except the method.
 
     Those of transforms and evaluation do not count. A run of several phases counts as one phase,
     with the settings of the last and the rounds of all, as the setting `reference` trains it.

@@ -86,7 +86,7 @@ class Store(NamedTuple):
 
     @property
     def rows(self) -> Path:
-        """Returns the folder beside the checkpoints with files of off-device client state."""
+        """Returns the folder next to the checkpoints with files of off-device client state."""
         return self.folder.parent / "rows"
 
     def _folder(self, step: int) -> Path:

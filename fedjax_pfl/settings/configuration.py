@@ -310,7 +310,7 @@ def specify(config: ConfigDict, registry: Registry = BUILTINS) -> Specification:
 
 
 def _frozen(config: ConfigDict) -> ConfigDict:
-    """Returns an immutable copy in which the settings `phases` and `groups` are empty."""
+    """Returns an immutable copy with empty settings `phases` and `groups`."""
     copy = config.copy_and_resolve_references()
     copy.update(phases=(), groups=())
     return FrozenConfigDict(copy)

@@ -62,7 +62,7 @@ def mesh(devices: int | None, cohort: int, *, several: bool) -> Mesh | None:
     on_cpus = used[0].platform == "cpu" and len(used) > 1
     if several and on_cpus and jax.__version_info__[:2] == (0, 11):
         if devices is not None or multiprocess.count() > 1:
-            # Several processes have one device each, whatever the setting says.
+            # Several processes have one device each for any setting.
             remedy = "use devices=1, " if multiprocess.count() == 1 else ""
             raise UsageError(
                 f"JAX {jax.__version__} cannot compile several runs as one program over "

@@ -52,7 +52,7 @@ def initial_state(
     Args:
       init: A method's `init`, which returns the state of all clients.
       split: Maps its result to two trees: one to compute in full, and one with leaves [N, ...].
-      arguments: Tuple of the arguments, with shapes in the place of arrays.
+      arguments: Tuple of the arguments, with shapes instead of arrays.
       fetch: Returns the array of leaf `k` of the arguments; called only for leaves that are needed.
 
     Returns:

@@ -15,9 +15,9 @@ class Ledger(NamedTuple):
     up: dict[str, int]  # bytes uploaded, by layer
     client_down: list[int]  # bytes downloaded; this and all other lists are by client id
     client_up: list[int]  # bytes uploaded
-    client_updates: list[int]  # rounds in which the server used the client's update
-    dropped: list[int]  # rounds in which the client never returned its update
-    rejected: list[int]  # rounds in which its update was not finite or too large
+    client_updates: list[int]  # rounds when the server used the client's update
+    dropped: list[int]  # rounds when the client never returned its update
+    rejected: list[int]  # rounds when its update was not finite or too large
 
     @property
     def total_down(self) -> int:

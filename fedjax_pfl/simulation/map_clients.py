@@ -16,7 +16,7 @@ Work = Callable[[PyTree, PyTree], PyTree]  # (shared, item) -> result
 
 
 class Layout(NamedTuple):
-    """Layout of items: on each device, `chunks` chunks of `width` items, one after the other."""
+    """Layout of items: on each device, `chunks` chunks of `width` items, in sequence."""
 
     devices: int  # number of devices
     chunks: int  # number of chunks on each device
@@ -76,7 +76,7 @@ def map_clients(
 
 
 def _on_mesh(on_device: Callable[..., PyTree], shape: Layout, mesh: Mesh) -> Callable[..., PyTree]:
-    """Returns a function of (shared, items, use) in which each device computes its items.
+    """Returns a function of (shared, items, use) whose items each device computes itself.
 
     Its results are those of all items, on every device. `on_device` takes the same arguments, for
     the items of one device.

@@ -28,7 +28,7 @@ _MAX_BUFFERS = 1000  # buffers of one system call
 
 
 class RecordLayout(NamedTuple):
-    """Layout of a client's arrays in its record, one after the other."""
+    """Layout of a client's arrays in its record, in sequence."""
 
     structure: Any  # of the tree of arrays
     shapes: tuple[tuple[int, ...], ...]
@@ -248,7 +248,7 @@ class RowStore:
         return (ids[start : start + step] for start in range(0, len(ids), step))
 
     def empty_copy(self) -> "RowStore":
-        """Returns a store with the same first record in which nothing is written."""
+        """Returns a store with the same first record and nothing written."""
         first = jax.tree.map(lambda leaf: leaf[0], self.layout.unpack(self.first))
         return RowStore(first=first, clients=self.clients, store=self.store, folder=self.folder)
 
@@ -325,7 +325,7 @@ class ClientStore:
 
         Args:
           state: State without these.
-          leaf: Maps (g, k) to the value in the place of leaf `k` of group `g`.
+          leaf: Maps (g, k) to the value instead of leaf `k` of group `g`.
         """
         trees = []
         for g, rows in enumerate(self.groups):
@@ -381,7 +381,7 @@ def copy_state(state: State) -> State:
 
 
 def to_arrays(state: State) -> State:
-    """Returns a state with arrays [N, ...] in the place of a `ClientStore` or of `Spread` parts."""
+    """Returns a state with arrays [N, ...] instead of a `ClientStore` or of `Spread` parts."""
     if isinstance(state.clients, ClientStore):
         return state.clients.fill(state, state.clients.column)
     return spread.gathered(state)
