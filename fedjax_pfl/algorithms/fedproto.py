@@ -53,7 +53,8 @@ DECIDERS = ("prototype", "head")
 class Nearest:
     """A network with logits −‖z − C_c‖² for features z and the prototype C_c of class c.
 
-    Until the first prototype exists it returns the outputs of its head.
+    A class without a prototype gets -(largest distance + 1). Until the first prototype exists, the
+    outputs of the head are returned.
     """
 
     network: Any  # the plain network

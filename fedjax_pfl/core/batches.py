@@ -37,7 +37,7 @@ def sample_positions(
 
 
 def padded_size(batch_size: int, longest: int) -> int:
-    """Returns the number of rows that a batch is padded to.
+    """Returns the rows that a batch is padded to: min(batch_size, max(longest, 1024)).
 
     A batch never has more examples than a client, so it needs at most `longest` rows. Batches of up
     to 1,024 examples are not reduced: random numbers of the batch's shape then do not depend on how

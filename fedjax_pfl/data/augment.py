@@ -89,7 +89,7 @@ def _rotate_hue(image: jax.Array, turns: jax.Array) -> jax.Array:
 
 
 def on_normalised(scale: Any, shift: Any) -> Any:
-    """Returns a function like `augment`, (x, key) -> x, for normalised images.
+    """Returns `augment` for normalised images: a function (x, key) -> x.
 
     It takes and returns images that were uint8 and became x * scale + shift. `scale` and `shift`
     are arrays that broadcast to [B, H, W, C].

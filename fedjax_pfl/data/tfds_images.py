@@ -106,7 +106,10 @@ def _rows_of_first_classes(
 
 
 def _sizes(path: Path, *splits: str) -> dict[str, int]:
-    """Returns the number of examples of each split, or raises UsageError if one is empty."""
+    """Returns the number of examples of every split of the folder `path`, by name.
+
+    Raises UsageError if one of `splits` is missing or empty.
+    """
     sizes = prepared.split_sizes(path)
     for split in splits:
         if not sizes.get(split):

@@ -131,7 +131,9 @@ def write(folder: Path, name: str, clients: ClientStore, best: Snapshot | None) 
 def _write_changed(
     writer: _Writer, groups: Iterable[RowStore], old_parts: list[Part]
 ) -> list[Part]:
-    """Writes the changed rows of all groups; all rows if half of a group's are out of date.
+    """Writes the changed rows of each group, or all its written rows.
+
+    All are written if its parts would otherwise hold more than twice as many records as rows.
 
     Returns all parts that count: the still needed ones of `old_parts`, then the new ones.
     """

@@ -285,7 +285,10 @@ def write_examples(directory: Path, facts: Mapping[str, Any]) -> None:
 
 
 def check_examples(directory: Path, facts: Mapping[str, Any]) -> None:
-    """Raises UsageError if the digest in `facts` is not that of data.json; passes without one."""
+    """Raises UsageError if the digest in `facts` is not that of data.json, or data.json has none.
+
+    Passes if `facts` has no digest.
+    """
     saved_digest = run_reader.read_examples(directory)
     if "digest" not in facts or saved_digest == facts["digest"]:
         return

@@ -21,7 +21,7 @@ class CandidateTable(NamedTuple):
     """
 
     client_ids: jax.Array  # int32 [N, M]; includes the client itself
-    similarity: jax.Array  # [N, M]; cosine of the latest two updates made in the same round
+    similarity: jax.Array  # [N, M]; cosine of the latest updates of the same round; -2 before
 
 
 class MixingInputs(NamedTuple):

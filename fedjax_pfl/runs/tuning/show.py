@@ -275,9 +275,10 @@ def _draw_method(
 
 
 def _value_axis(axes: Axes, setting: str, values: Sequence[float]) -> None:
-    """Labels the horizontal axis with `setting` and sets the ticks to the sorted values.
+    """Labels the horizontal axis with `setting`; `values`, in ascending order, are its ticks.
 
-    Of 8 or more values not all have a tick. The axis is logarithmic if they span a factor of 8.
+    Of 8 or more values not all have a tick. Positive values that span a factor of 8 get a
+    logarithmic axis.
     """
     if values[0] > 0 and values[-1] >= 8 * values[0]:
         axes.set_xscale("log")
