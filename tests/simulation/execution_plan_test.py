@@ -106,7 +106,9 @@ def test_a_run_resumes_with_its_recorded_plan(tmp_path):
     resumed = runner.run_all(base, directory, tell=messages.append)[""]
     assert resumed.phases[0].plan == Plan("patches", 2)
     method, plan, memory = messages
-    assert method.startswith("FedAvg, the method of McMahan et al. 2017; all settings of the ")
+    assert method.startswith(
+        "FedAvg, the method of McMahan et al. 2017; changed from the defaults: "
+    )
     assert plan == "5 clients a round, 2 at a time on one device, convolutions by patches"
     assert re.fullmatch(r"memory needed: at least .* kB \(client state on the device\)", memory)
     changed = runner.run({**base, "chunk": 1}, directory)
