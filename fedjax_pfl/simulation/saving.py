@@ -64,15 +64,18 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
         if stored[name].shape != (*shape, dtype.itemsize):
             raise UsageError(
                 f"{path} was saved from another method or network: {name} does not have the shape "
-                f"{list(shape)} and dtype {dtype}"
+                f"{list(shape)}"
             )
         arrays.append(stored[name].reshape(-1).view(dtype).reshape(shape))
     return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
-    """Returns the arrays of a tree by their paths, such as ".server['params']['fc1']['bias']"."""
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+    """Returns the arrays of a tree by path and dtype, such as ".server['bias'] (float32)"."""
+    return {
+        f"{jax.tree_util.keystr(path)} ({np.asarray(leaf).dtype.name})": leaf
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
 
 
 def _as_bytes(array: np.ndarray) -> np.ndarray:

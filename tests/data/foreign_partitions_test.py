@@ -127,10 +127,29 @@ class Harmful:
         return os.system, ("touch /tmp/harmful",)
 
 
+class Constructed:
+    """A value whose pickle constructs something from a function, its arguments and a state."""
+
+    def __init__(self, *parts):
+        self.parts = parts
+
+    def __reduce__(self):
+        return self.parts
+
+
+OUTSIDE = (3, "|", None, ("a",), {"a": (np.dtype("f8"), 1000)}, 4, 1, 0)  # of four bytes
+
+
 @pytest.mark.parametrize("protocol", range(2, 6))
 def test_pickles_of_plain_values(protocol):
     value = {"a": [1, 2.5, "text", b"\xff\x00", None, True], 3: np.arange(4.0), "n": np.int64(7)}
-    read = plain_pickle.loads(pickle.dumps(value, protocol=protocol))
+    value["more"] = [np.asfortranarray(np.arange(6).reshape(2, 3)), np.array(["a", "bc"]), (1, [2])]
+    value["empty"] = np.zeros((0, 3), np.int32)
+    objects = np.array([[{"x": np.ones(2, ">f4")}], [None]], object)
+    read = plain_pickle.loads(pickle.dumps({**value, "objects": objects}, protocol=protocol))
+    read_objects = read.pop("objects")
+    assert read_objects.shape == (2, 1)
+    np.testing.assert_equal(read_objects.tolist(), objects.tolist())
     np.testing.assert_equal(read, value)
 
 
@@ -139,6 +158,11 @@ def test_pickles_of_plain_values(protocol):
     [
         ({"x": Harmful()}, "system, which is no plain value"),
         ({"x": Path("a")}, "which is no plain value"),
+        (Constructed(np.ndarray, ((1,), np.dtype("O"), b"A" * 8)), "cannot be read"),
+        (Constructed(np.dtype, ("V4", False, True), OUTSIDE), "an array of the dtype 'V4'"),
+        (Constructed(np.dtype, ("f4", False, True), OUTSIDE), "a dtype with fields"),
+        ({"x": np.dtype("f4")}, "a dtype or an array without content"),
+        ({"x": {1, 2}}, "it has a set, which is no plain value"),
         (np.array(Harmful()), "system, which is no plain value"),
         ([1], "an array [1] of int64, not one object"),
     ],

@@ -39,7 +39,9 @@ def test_dtypes_and_damaged_files(tmp_path: Path):
         assert restored[name].dtype == jnp.asarray(leaf).dtype
         assert restored[name].tobytes() == np.asarray(leaf).tobytes()
     line = message(pfl.restore, path, {**tree, "scalar": np.zeros(2, np.int32)})
-    assert "['scalar'] does not have the shape [2] and dtype int32" in line
+    assert "['scalar'] (int32) does not have the shape [2]" in line
+    line = message(pfl.restore, path, {**tree, "scalar": np.float32(0)})  # as many bytes
+    assert "only the tree `like` has ['scalar'] (float32)" in line
     assert "only the tree `like` has ['more']" in message(pfl.restore, path, {**tree, "more": 1})
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
