@@ -199,7 +199,8 @@ def open_store(directory: Path, keep: int = MAX_CHECKPOINTS, *, read_only: bool 
     import orbax.checkpoint as ocp
 
     logging.getLogger("absl").setLevel(logging.WARNING)  # orbax logs each step of each save
-    logging.getLogger("asyncio").addFilter(_is_not_from_save)
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_not_from_save)
     options = ocp.CheckpointManagerOptions(
         max_to_keep=None if read_only else keep,
         read_only=read_only,
@@ -239,12 +240,12 @@ def _quietly() -> Iterator[None]:
 
 
 def _is_not_from_save(record: logging.LogRecord) -> bool:
-    """Returns False for a message of asyncio about a save that failed.
+    """Returns False for a message about a save that failed, because the failure is also raised.
 
-    The failure is also raised. Orbax never reads the exceptions of some of its futures, and asyncio
-    logs that.
+    Orbax never reads the exceptions of some of its futures, and asyncio logs that. Its threads log
+    theirs, some of them after the save has raised.
     """
-    return "orbax" not in record.getMessage()
+    return not re.search("orbax|_SignalingThread", record.getMessage())
 
 
 def _by_path(tree: PyTree) -> dict[str, Any]:

@@ -168,22 +168,33 @@ def test_a_file_size_limit_stops_the_run(tmp_path, capfd):
     assert_resumes(BASE, directory, 2)
 
 
-def test_asyncio_does_not_report_a_failed_save(tmp_path):
-    """Reports other unretrieved exceptions of asyncio."""
-    checkpoints.open_store(tmp_path)
-    logger, records, loop = logging.getLogger("asyncio"), [], asyncio.new_event_loop()
-    handler = logging.Handler()
+@pytest.fixture
+def messages():
+    """Returns a list that receives what is logged by absl, which orbax uses, and by asyncio."""
+    handler, records = logging.Handler(), []
     handler.emit = lambda record: records.append(record.getMessage())
-    logger.addHandler(handler)
-    try:
-        for path in ("2.orbax-checkpoint-tmp/state", "thesis.tex"):
-            loop.create_future().set_exception(ValueError(f"cannot write {path}: No space left"))
-        gc.collect()
-    finally:
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield records
+    for logger in loggers:
         logger.removeHandler(handler)
-        loop.close()
-    (record,) = records
-    assert "thesis.tex" in record
+
+
+def test_a_failed_save_is_not_reported_twice(tmp_path, messages):
+    """Reports other unretrieved exceptions of asyncio and errors of absl."""
+    checkpoints.open_store(tmp_path)
+    loop = asyncio.new_event_loop()
+    for path in ("2.orbax-checkpoint-tmp/state", "thesis.tex"):
+        loop.create_future().set_exception(ValueError(f"cannot write {path}: No space left"))
+    gc.collect()
+    loop.close()
+    late = "_SignalingThread.run() raised an exception: No space left"  # after the save raised
+    for text in (late, "cannot read a flag"):
+        logging.getLogger("absl").error(text)
+    asynchronous, other = messages
+    assert "thesis.tex" in asynchronous
+    assert other == "cannot read a flag"
 
 
 @pytest.mark.parametrize(
