@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.papers.pfedla import studies
+from experiments.papers.pfedla.calibration import Point, chosen
 from experiments.papers.pfedla.similarity import layer_cosines, similarity
 from fedjax_pfl.algorithms.pfedla.layer_mixing import layer_rows
 from fedjax_pfl.core.algorithm import ClientContext, State
@@ -52,6 +53,30 @@ def test_similar_models_weigh_more(kind: str, rows: int):
     expected = (6 - 4 / 3) / (6 + 4 / 3)
     for leaf in jax.tree.leaves(sent):
         np.testing.assert_allclose(leaf, expected, rtol=1e-5)
+
+
+def test_calibration_keeps_the_stated_network_within_two_points():
+    """Distances with BatchNorm: 2 and 1 with 200 images, 1 and 5 with 600; without it 0.0."""
+    first = {(200, True): 58.0, (600, True): 61.0, (200, False): 60.0}
+    second = {
+        Point(200, 4, True): 39.0,
+        Point(200, 10, True): 55.0,
+        Point(600, 4, True): 45.0,
+        Point(200, 4, False): 40.0,
+    }
+    assert chosen(first, second, (60.0, 40.0), stated=True) == (Point(200, 4, True), 2.0)
+
+
+def test_calibration_takes_another_network_only_where_the_stated_one_is_far():
+    first = {(200, True): 57.9, (200, False): 59.0}
+    second = {Point(200, 4, True): 40.0, Point(200, 4, False): 41.0}
+    assert chosen(first, second, (60.0, 40.0), stated=True) == (Point(200, 4, False), 1.0)
+
+
+def test_calibration_prefers_more_images_then_a_smaller_ratio():
+    first = {(200, True): 60.0, (300, True): 60.02}
+    second = {Point(n, ratio, True): 41.0 for n in (200, 300) for ratio in (2, 4)}
+    assert chosen(first, second, (60.0, 40.0), stated=True) == (Point(300, 2, True), 1.0)
 
 
 def test_rows_of_the_sweep_of_eta():

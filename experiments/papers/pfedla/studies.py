@@ -4,8 +4,8 @@ Tables: experiments.reproduce.
 
 python -m experiments.studies pfedla figure6 --dataset=mnist --seeds=3 --rounds=60
 
-Each has 60 rounds. With --paper they have CIFAR-10 and 600 rounds; the paper's other datasets are
---dataset=emnist_digits, fashion_mnist or cifar100.
+Each has 60 rounds, calibration 30. With --paper they have CIFAR-10 and 600 rounds; the paper's
+other datasets are --dataset=emnist_digits, fashion_mnist or cifar100.
 
 figure1      mixing by similarity of layers or of models: six clients, nine classes
 figure5      weights of a client in the first, middle and last period
@@ -14,6 +14,7 @@ figure7      the weights of one client in all layers
 retained     accuracy and megabytes with k = 0, 1, 2, 3 retained layers, as a picture
 rates        the served model over a range of eta, with Local, FedAvg and HeurpFedLA
 compression  HeurpFedLA with quantised and sparsified uploads: accuracy against bytes
+calibration  images per client and dominance of classes, found from Local's published accuracies
 """
 
 import re
@@ -26,6 +27,7 @@ from ml_collections import ConfigDict
 from scipy.stats import spearmanr
 
 from experiments.papers import study
+from experiments.papers.pfedla.calibration import calibration
 from experiments.papers.pfedla.similarity import similarity
 from experiments.papers.pfedla.tables import retained as settings_of_retained
 from experiments.papers.study import COLOURS, DATASET, ROUNDS, SEEDS, mean_std, run, runs
@@ -277,7 +279,10 @@ def _against_bytes(numbers: dict[str, Any]) -> Figure:
     return figure
 
 
-LENGTHS = {"": study.Length(60, 600, dataset="cifar10")}
+LENGTHS = {
+    "": study.Length(60, 600, dataset="cifar10"),
+    "calibration": study.Length(30, 600, dataset="cifar10", seeds=5),
+}
 STUDIES: dict[str, study.Study] = {
     "figure1": figure1,
     "figure5": figure5,
@@ -286,4 +291,5 @@ STUDIES: dict[str, study.Study] = {
     "retained": retained,
     "rates": rates,
     "compression": compression,
+    "calibration": calibration,
 }
