@@ -279,6 +279,16 @@ CASES = {
         lambda model: (model + _PROTOTYPES + 3, model + 2 * _PROTOTYPES + 12 + 4),
         training={"learning_rate": 0.03},
     ),
+    # Upload: a mask of classes.
+    "flute": Case(
+        {"head_epochs": 2},
+        _all_of(
+            lambda first, last: _moved(first.rows, last.rows),
+            _matters("flute", "collapse", 0.0, 1.0),
+            _moved,
+        ),
+        lambda model: (model, model + tiny.CLASSES),
+    ),
     "gpfl": Case(
         {"penalty": 0.5},
         _all_of(_moved, _matters("gpfl", "decay", 0.0, 0.1)),

@@ -34,6 +34,7 @@ from fedjax_pfl.algorithms.fedproto import FEDPROTO, fedproto
 from fedjax_pfl.algorithms.fedprox import FEDPROX, fedprox
 from fedjax_pfl.algorithms.fedrep import FEDREP, fedrep
 from fedjax_pfl.algorithms.fedrod import FEDROD, fedrod
+from fedjax_pfl.algorithms.flute import FLUTE, flute
 from fedjax_pfl.algorithms.gpfl import GPFL, gpfl
 from fedjax_pfl.algorithms.knn_per import KNN_PER, knn_per
 from fedjax_pfl.algorithms.l2gd import L2GD, l2gd
@@ -78,6 +79,7 @@ METHODS: dict[str, Method] = {
         FEDPROX,
         FEDREP,
         FEDROD,
+        FLUTE,
         GPFL,
         KNN_PER,
         L2GD,
@@ -124,6 +126,7 @@ __all__ = [
     "fedprox",
     "fedrep",
     "fedrod",
+    "flute",
     "gpfl",
     "knn_per",
     "l2gd",

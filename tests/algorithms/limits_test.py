@@ -22,6 +22,7 @@ TRAINING = local_training.sgd(
     epochs=2,
     keep_optimizer=True,
 )
+_FLUTE = ("collapse", "head_decay", "feature_decay", "server_rate", "head_epochs")
 
 
 def assert_equal(models, expected):
@@ -51,6 +52,7 @@ def after_rounds(name, rounds=2, **settings):
         ("fedpac", {"penalty": 0.0, "head_epochs": 10}, "fedrep", 1),
         ("fedprox", {"mu": 0.0}, "fedavg", 2),
         ("fedproto", {"penalty": 0.0}, "local", 2),
+        ("flute", dict.fromkeys(_FLUTE, 0), "fedper", 2),
         ("l2gd", {"pull": 0.0}, "local", 2),
         ("l2gd", {"pull": 1.0}, "fedavg", 2),
         ("moon", {"mu": 0.0}, "fedavg", 2),

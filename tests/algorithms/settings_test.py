@@ -63,6 +63,8 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("fedfomo", {"epsilon": 1.5}, "0 to 1"),
     ("fedfomo", {"epsilon_decay": -0.1}, "at least 0"),
     ("fedlc", {"tau": -1.0}, "at least 0"),
+    ("flute", {"collapse": -1.0}, "at least 0"),
+    ("flute", {"head_epochs": -1}, "at least 0"),
     ("gpfl", {"penalty": -1.0}, "at least 0"),
     ("gpfl", {"decay": -1.0}, "at least 0"),
     ("fedmn", {"layout": (3,)}, "two layers or more"),
@@ -136,7 +138,17 @@ class WithoutHead(tiny.Net):
     head = "nothing"
 
 
-CLASSIFIERS = ("fedas", "fedem", "fedlc", "fedpac", "fedproto", "fedrod", "gpfl", "knn_per")
+CLASSIFIERS = (
+    "fedas",
+    "fedem",
+    "fedlc",
+    "fedpac",
+    "fedproto",
+    "fedrod",
+    "flute",
+    "gpfl",
+    "knn_per",
+)
 
 
 @pytest.mark.parametrize(
