@@ -39,7 +39,7 @@ class Client(NamedTuple):
 
     variables: PyTree  # parameters v of its own model, BatchNorm statistics of the mixture
     alpha: jax.Array  # float32 []; α, the share of v in the mixture
-    momentum: PyTree  # optimiser state of v and of w, or () if not kept
+    momentum: PyTree  # optimiser state of v and the copy of w, or () if not kept
 
 
 def apfl(

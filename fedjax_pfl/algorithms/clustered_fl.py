@@ -29,7 +29,10 @@ from fedjax_pfl.core.errors import require_at_least
 
 
 class Clusters(NamedTuple):
-    """Server-side state: one global model for each cluster of clients."""
+    """Server-side state: one global model for each cluster of clients.
+
+    `State.rows` has the cluster of each client.
+    """
 
     models: PyTree  # variables, leaves [max_clusters, ...]; only the first `used` exist
     used: jax.Array  # int32 [], number of clusters that exist

@@ -46,7 +46,7 @@ class Mixing(NamedTuple):
 class Client(NamedTuple):
     """State that one client keeps between rounds. `State.clients` stacks it over clients."""
 
-    mixing: Mixing
+    mixing: Mixing  # the client's last layers and their mixing weights
     momentum: PyTree  # optimiser state, or () if clients do not keep it
 
 

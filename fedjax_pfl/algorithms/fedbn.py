@@ -21,7 +21,7 @@ def fedbn(model: Any, training: local_training.Training, federation: Federation)
     """Creates FedBN: FedAvg in which scale, bias and statistics of BatchNorm stay on the client.
 
     A layer is a BatchNorm if it has batch statistics; its name does not matter. Raises UsageError
-    if the network has none.
+    if the network has none. Clients store `SplitClient`.
     """
     norms = norm_layers(model_shapes(model, federation))
     if not norms:

@@ -105,7 +105,10 @@ def two_heads(
 
 
 def discrepancy(a: jax.Array, b: jax.Array, mask: jax.Array) -> jax.Array:
-    """Returns the squared maximum mean discrepancy of a and b [B, d], over rows in the mask, []."""
+    """Returns the squared maximum mean discrepancy of a and b, [B, d] each, as an array [].
+
+    Only rows where `mask`, bool [B], is True count.
+    """
     weights = mask.astype(jnp.float32)
     weights /= jnp.maximum(jnp.sum(weights), 1.0)
 
@@ -121,10 +124,11 @@ def discrepancy(a: jax.Array, b: jax.Array, mask: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class TwoHeads:
-    """The network for evaluation, whose outputs are the sum of both heads, see `two_heads`.
+    """The network for evaluation: the sum of the outputs of a global and a personal head.
 
-    Its variables are those of `network` with the global head, the policy network's parameters as
-    `policy` in `params`, and the variables of the personal head as `personal_head`.
+    A policy network divides the features between the heads, see `two_heads`. The variables are
+    those of `network` with the global head, the parameters of the policy network as `policy` in
+    `params`, and the variables of the personal head as `personal_head`.
     """
 
     network: Any  # the plain network
@@ -141,8 +145,8 @@ class TwoHeads:
 class Separated(NamedTuple):
     """The network for training, see `two_heads`. It returns (outputs, MMD).
 
-    The head among its variables is the personal one. MMD compares its features with those of the
-    downloaded body.
+    The head among its variables is the personal one. MMD, the maximum mean discrepancy, compares
+    its features with those of the downloaded body.
     """
 
     network: Any  # the plain network
@@ -150,7 +154,10 @@ class Separated(NamedTuple):
     v: jax.Array  # [d]; `direction` of the personal head at the start of the round
 
     def apply(self, variables: PyTree, x: jax.Array, *, mask: jax.Array, **options: Any) -> Any:
-        """Returns ((outputs [B, C], MMD []), collections that training updates)."""
+        """Returns ((outputs [B, C], MMD []), collections that training updates).
+
+        `mask`, bool [B], is False for padding; `options` are those of a Flax module's `apply`.
+        """
         network = features.WithFeatures(self.network)
         (_, z), updated = network.apply(variables, x, mask=mask, **options)
         outputs = two_heads(

@@ -43,7 +43,7 @@ from fedjax_pfl.networks import features
 class Client(NamedTuple):
     """State that one client keeps between rounds. `State.clients` stacks it over clients."""
 
-    bias: jax.Array  # [d]; b_i, the shift of the client's features
+    bias: jax.Array  # [d]; b_i, added to the d features of each example of the client
     momentum: PyTree  # optimiser state of model and bias, or () if not kept
 
 
@@ -67,16 +67,20 @@ class Regularised(NamedTuple):
     """The network for training. It returns (outputs, penalty on the client's mean features).
 
     Its parameters are `model`, those of the plain network, and `bias` [d], which is added to the
-    features. Its variables include the running mean of the client's features as `mean` [d].
+    features. Its variables include the running mean of the client's features as `mean` [d]. The
+    download has the common mean as `mean` [d], and `known`, bool [], False before it exists.
     """
 
     network: Any  # the plain network
-    payload: PyTree  # downloaded state, with the common mean `mean` [d], and `known`, bool []
-    penalty: Any  # κ, as in `feddbe`
-    mean_momentum: Any  # μ, as in `feddbe`
+    payload: PyTree  # download; constants
+    penalty: Any  # κ, the weight of the penalty
+    mean_momentum: Any  # μ, the weight of the current batch in the running mean
 
     def apply(self, variables: PyTree, x: jax.Array, *, mask: jax.Array, **options: Any) -> Any:
-        """Returns ((outputs, penalty []), collections that training updates, with `mean`)."""
+        """Returns ((outputs, penalty []), collections that training updates, with `mean`).
+
+        `mask`, bool [B], is False for padding; `options` are those of a Flax module's `apply`.
+        """
         params, model_state = variables["params"], _without(variables, "params", "mean")
         known = self.payload["known"].astype(jnp.float32)
         bias = known * params["bias"]

@@ -52,7 +52,7 @@ from fedjax_pfl.networks import features
 
 
 class Momentum(NamedTuple):
-    """Optimiser states that one client keeps, of its head and its body; () each if not kept."""
+    """Optimiser states of head and body that one client keeps; each is () if it is not kept."""
 
     head: PyTree
     body: PyTree

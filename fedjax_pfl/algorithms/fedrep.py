@@ -28,7 +28,7 @@ from fedjax_pfl.core.errors import require_at_least
 
 
 class Momentum(NamedTuple):
-    """Optimiser states that one client keeps, of its head and its body; () each if not kept."""
+    """Optimiser states of head and body that one client keeps; each is () if it is not kept."""
 
     head: PyTree
     body: PyTree

@@ -104,14 +104,14 @@ class Valved:
 
 
 class Guided(NamedTuple):
-    """The network for training. It returns outputs and the two arrays that its loss reads.
+    """The network for training. Returns outputs, features for g, and the embeddings of classes.
 
-    The parameters include the valve as `valve` and the embeddings of classes as `categories`.
+    The parameters include the valve as `valve` and the embeddings as `categories`.
     """
 
     network: Any  # the plain network
-    g: jax.Array  # [d]; the global condition
-    p: jax.Array  # [d]; the client's condition p_i
+    g: jax.Array  # [d]; the global condition, an input of the valve
+    p: jax.Array  # [d]; the client's condition p_i, an input of the valve
 
     def apply(self, variables: PyTree, x: jax.Array, **options: Any) -> Any:
         """Returns ((outputs, features for g, categories), collections that training updates).

@@ -50,9 +50,9 @@ class NeighbourMixture:
     """
 
     network: Any  # the plain network
-    neighbours: int  # stored examples that a prediction reads, the nearest
+    neighbours: int  # k, number of nearest stored examples that a prediction reads
     weight: Any  # λ, the weight of their labels, or None if each client selects it
-    scale: Any  # σ, as in `knn_per`
+    scale: Any  # σ, which divides the distances of features
 
     def memorise(self, variables: PyTree, data: ClientData) -> PyTree:
         """Returns a network's variables with the client's training examples as `memory`.

@@ -44,9 +44,9 @@ class Client(NamedTuple):
 
 
 class WithReferences(NamedTuple):
-    """The network for training. It also returns its features and those of reference models."""
+    """The network for training. Returns outputs, its features and those of the reference models."""
 
-    network: features.WithFeatures
+    network: features.WithFeatures  # the network that is trained
     references: tuple[PyTree, ...]  # variables of each reference model, constants
 
     def apply(self, variables: PyTree, x: jax.Array, **options: Any) -> Any:

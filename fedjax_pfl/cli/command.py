@@ -34,9 +34,9 @@ class Command(NamedTuple):
     """A command of `fedjax-pfl`: its help, its flags and the function that runs it."""
 
     help: Callable[[], str]  # text above the list of flags
-    define_flags: Callable[[flags.FlagValues], None]  # adds its flags to an empty set, not --config
+    define_flags: Callable[[flags.FlagValues], None]  # adds flags, not --config
     run: Callable[[Call], None]  # does the work and prints the results
-    system: str | None = None  # whose presets are the default of --config; None: no --config
+    system: str | None = None  # system with the default preset of --config; None: no --config
 
 
 def run_command(command: Command, arguments: Sequence[str]) -> None:
@@ -52,7 +52,10 @@ def run_command(command: Command, arguments: Sequence[str]) -> None:
 
 
 def define(command: Command, arguments: Sequence[str]) -> tuple[flags.FlagValues, Sequence[str]]:
-    """Returns the flags, not yet parsed, and the arguments, with presets as FILE.py:PRESET."""
+    """Returns the flags of a command, not yet parsed, and its arguments.
+
+    In the arguments, presets are written as FILE.py:PRESET.
+    """
     options = flags.FlagValues()
     command.define_flags(options)
     if command.system is not None:
@@ -78,7 +81,10 @@ def _run(
     arguments: Sequence[str],
     help_text: Callable[[], str],
 ) -> None:
-    """Parses the arguments and calls `main` with [program, *positional], or prints --help."""
+    """Parses the arguments and calls `main` with a list: the program, then those that are no flags.
+
+    With --help, prints `help_text()` and the flags, `options`, instead.
+    """
     logging.set_verbosity(logging.WARNING)
     if any(word.startswith("-") and word.lstrip("-") in _HELP for word in arguments):
         print(f"{help_text().strip()}\n\n{_flag_list(options)}")

@@ -18,8 +18,8 @@ def define_config(options: flags.FlagValues, arguments: Sequence[str], system: s
 
     Args:
       options: Flags of the command, not yet parsed.
-      arguments: Arguments after `resolve_config`; absl reads the file and the keys in them.
-      system: Its presets' file is the default of --config.
+      arguments: Arguments as `resolve_config` returns them; absl reads the file and keys in them.
+      system: Name of the system whose file of presets is the default of --config.
     """
     with in_one_line():
         config_flags.DEFINE_config_file(
@@ -127,7 +127,10 @@ def flag_values(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def replace_length(settings: ConfigDict, arguments: Sequence[str]) -> None:
-    """Unsets `local_epochs` in place if `arguments` set only `local_steps`, and vice versa."""
+    """Sets one of `local_epochs` and `local_steps` of `settings` to None.
+
+    It is the one that `arguments` do not set, if they set the other.
+    """
     changed = {flag.removeprefix("config.") for flag, _ in flag_values(arguments)}
     for unit, replaced in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):
         if unit in changed and replaced not in changed:

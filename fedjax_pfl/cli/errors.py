@@ -48,7 +48,7 @@ def ending() -> Iterator[None]:
 
 
 def fail(error: Exception) -> None:
-    """Prints "error: MESSAGE" in one line on stderr and exits with status 2."""
+    """Prints "error: " and the error's message in one line on stderr; exits with status 2."""
     line = " ".join(str(error).split()) or type(error).__name__
     print(f"error: {line}", file=sys.stderr)
     sys.exit(2)

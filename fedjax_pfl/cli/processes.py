@@ -35,18 +35,18 @@ class ProcessOptions(NamedTuple):
     """The flags --processes, --process, --coordinator and --wait, for runs of several processes."""
 
     processes: int = 1  # number of all processes of the run
-    process: int | None = None  # number of this process, from 0; None: start all of them here
-    coordinator: str | None = None  # HOST:PORT of process 0, "auto" for the cluster's; None: here
-    wait: int = 300  # seconds until all processes must have joined
+    process: int | None = None  # number of this process, from 0; None: start all here
+    coordinator: str | None = None  # HOST:PORT of process 0, "auto": by the cluster; None: here
+    wait: int = 300  # seconds that processes may take to join
 
 
 class Worker(NamedTuple):
-    """A child process that computes, as the process that started it knows it."""
+    """A child process that computes a part of a run, as seen by its parent."""
 
     number: int | None  # None: the cluster assigns it
     pid: int
-    last_line: IO[bytes]  # temporary file with the message with which it ended, "" for none
-    output: IO[bytes]  # temporary file: output of libraries, and all of workers that are not first
+    last_line: IO[bytes]  # temporary file for its error message; empty without an error
+    output: IO[bytes]  # temporary file: output of libraries, and of processes but 0
 
 
 class End(NamedTuple):
@@ -257,7 +257,7 @@ def _reach(address: str, seconds: float) -> None:
 
 
 def _wait_for(workers: Sequence[Worker]) -> list[End]:
-    """Waits for all workers and returns their ends; forwards signals to them meanwhile.
+    """Waits until all workers have ended, and returns how; forwards signals to them meanwhile.
 
     If one fails, those that still run 12 seconds later are killed.
     """
@@ -320,7 +320,13 @@ def _as_stopped(end: End) -> End:
 
 
 def verdict(ends: Sequence[End], options: ProcessOptions, address: str) -> tuple[str, int]:
-    """Returns the message about how the workers ended, "" if all is well, and the exit status."""
+    """Returns the error message for the user, "" if no worker failed, and the exit status.
+
+    Args:
+      ends: How each worker ended.
+      options: Flags of the run.
+      address: HOST:PORT of process 0.
+    """
 
     def of(end: End) -> str:
         return "" if end.number is None else f" {end.number} of {options.processes}"

@@ -32,7 +32,7 @@ class ClientContext(NamedTuple):
     i: Any  # client id, int32 []
     data: ClientData | Any  # training and validation examples; None in `send`
     t: Any  # round, int32 []
-    key: Any  # random key of this client, this round and this function of the method
+    key: Any  # random key for this client, round and function (send, train, ...)
 
 
 class ClientResult(NamedTuple):
@@ -88,7 +88,12 @@ class Cohort(NamedTuple):
 
 
 class Federation(NamedTuple):
-    """Facts about the clients that are known before training. NumPy arrays, never traced."""
+    """Facts about the clients that are known before training. NumPy arrays, never traced.
+
+    `class_counts`, int [N, stored classes], is `counts` by class; None without classes or in a
+    deployment. `metadata` has the names of columns, classes and characters as plain data; None
+    without such names.
+    """
 
     counts: np.ndarray  # int [N]: number of training examples of each client
     input_shape: tuple[int, ...]  # shape of one example
@@ -96,14 +101,11 @@ class Federation(NamedTuple):
     active: np.ndarray  # bool [N]: False for clients that are evaluated and never sampled
     groups: np.ndarray  # int [N]: architecture group of each client; 0 if all have one network
     validation_counts: np.ndarray | None = None  # int [N]: validation examples of each client
-    # int [N, stored classes]: `counts` by class; None without classes or in a deployment
     class_counts: np.ndarray | None = None
     owners: tuple[str, ...] | None = None  # name of each client in the dataset, such as a writer
     input_dtype: str = "float32"  # int32 for tokens
     positions: tuple[int, ...] = ()  # (T,) if a model returns [B, T, outputs]; () for [B, outputs]
     task: Task = classification()  # loss and metrics
-
-    # Names of columns, classes and characters, as plain data; None if the data have no names
     metadata: Mapping[str, Any] | None = None
 
     @property

@@ -34,13 +34,15 @@ class Observed(NamedTuple):
 
 
 class Diagnostic(NamedTuple):
-    """A number that shows if a method's mechanism acts, or one such number for each layer."""
+    """A number that shows if a method's mechanism acts, or one such number for each layer.
+
+    `explanation` returns a sentence for the report on what the last value means.
+    """
 
     meaning: str  # description for the report
     value: Callable[[Observed], Value | None]  # None if it cannot be computed at an evaluation
     inactive: Callable[[Value, Observed], bool] | None = None  # True: the mechanism has no effect
     warning: str = ""  # printed if inactive; {value} is the mean over layers
-    # Last value -> a sentence for the report on what it means
     explanation: Callable[[Value], str] | None = None
 
 
@@ -130,6 +132,9 @@ def read(
       earlier: Earlier lines of metrics.jsonl of the same phase, in order.
       t: Round of this evaluation.
       rounds: Number of rounds of the phase.
+
+    Returns:
+      Their values, the inactive ones, and warnings about those that stay inactive.
     """
     values, inactive, warnings = dict[str, Value](), [], []
     for name, diagnostic in diagnostics.items():

@@ -21,17 +21,19 @@ class Split(NamedTuple):
 
 
 class FederatedData(NamedTuple):
-    """Examples of all clients. A pytree: passed into compiled functions, never closed over."""
+    """Examples of all clients. A pytree: passed into compiled functions, never closed over.
+
+    With `label_map`, int32 [N, stored classes], client i uses label_map[i, y] instead of y.
+    """
 
     x: Array  # [examples, ...]: uint8, float32, or int32 tokens
     y: Array  # [examples, ...]: int32 classes, float32 targets, or bool labels
     train: Split
     validation: Split
     test: Split
-    scale: Array | None = None  # examples are normalised to x * scale + shift in float32
-    shift: Array | None = None  # None, like scale: examples are not normalised
-    # int32 [N, stored classes]: client i uses label_map[i, y] instead of y; None: y
-    label_map: Array | None = None
+    scale: Array | None = None  # [...] or []: float32 x * scale + shift is used instead of x
+    shift: Array | None = None  # None, like scale: x is used as stored
+    label_map: Array | None = None  # None: labels as stored in y
     classes: Array | None = None  # bool [N, outputs]: outputs that a client uses; None: all
 
 
@@ -41,14 +43,14 @@ class ClientData(NamedTuple):
     Code of a client reads only its own rows of `x` and `y`, which hold the examples of all clients.
     """
 
-    x: Array  # [examples, ...]
-    y: Array  # [examples, ...]
+    x: Array  # [examples, ...]: the examples of all clients
+    y: Array  # [examples, ...]: the labels of all clients
     train: Split  # the client's rows of x and y
-    validation: Split
+    validation: Split  # rows for validation
     scale: Array | None  # as in `FederatedData`, the same for all clients
-    shift: Array | None
+    shift: Array | None  # as in `FederatedData`
     label_map: Array | None  # int32 [stored classes]: the client's row
-    classes: Array | None  # bool [outputs]
+    classes: Array | None  # bool [outputs]: outputs that the client uses; None: all
 
 
 class Batch(NamedTuple):

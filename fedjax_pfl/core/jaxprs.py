@@ -98,7 +98,7 @@ def interpret(
 
 
 def compute(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Computes the results of one operation, a list, from its operands, which are arrays."""
+    """Computes an equation of a jaxpr. Returns its results, a list, given arrays as operands."""
     primitive = equation.primitive
     with equation.ctx.manager:
         results = primitive.bind(*operands, **primitive.get_bind_params(equation.params))

@@ -24,7 +24,10 @@ Gradient = Callable[[PyTree, PyTree, Batch, jax.Array], tuple[tuple[jax.Array, P
 
 
 class Training(NamedTuple):
-    """Hyper-parameters of local training. Exactly one of `epochs` and `steps` is set."""
+    """Hyper-parameters of local training. Exactly one of `epochs` and `steps` is set.
+
+    `step_schedule` maps (step, steps of the round) to a factor of the learning rate; None: 1.
+    """
 
     base_optimizer: optax.GradientTransformation  # without learning rate and gradient clipping
     clip_norm: Any  # largest global norm of a gradient, or None
@@ -34,7 +37,6 @@ class Training(NamedTuple):
     steps: int | None  # gradient steps in a round
     drop_last: bool  # drop the last batch of an epoch if it is short
     keep_optimizer: bool  # keep the optimiser's state on the client between rounds
-    # (step, steps of the round) -> factor of the learning rate; None: 1
     step_schedule: Callable[[Any, Any], Any] | None = None
 
     @property

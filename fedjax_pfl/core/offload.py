@@ -20,7 +20,7 @@ _BLOCK = 1 << 24  # bytes of rows in memory at a time if all rows are read
 
 
 class Source(Protocol):
-    """Storage, off the device, of one part (field) of `State.rows`: a tree of leaves [N, ...]."""
+    """Storage, off the device, of one field of `State.rows`, which is a tree of leaves [N, ...]."""
 
     def read(self, leaves: Sequence[int], ids: np.ndarray) -> list[np.ndarray]:
         """Returns rows `ids` of the leaves with these numbers: one [*ids.shape, ...] per leaf."""
@@ -30,13 +30,20 @@ class Source(Protocol):
 class Offloaded:
     """A leaf [N, ...] that is stored off the device, with the rows to write after this round.
 
-    Rows are read as they were before the round. After it, rows `ids` [K] become `values` [K, ...].
+    Rows are read as they were before the round. After it, rows `ids` become `values`.
+
+    Args:
+      source: Storage of the leaf.
+      k: Index of the leaf in the source.
+      shape: Shape of the leaf, [N, ...].
+      dtype: Type of the leaf.
+      ids: int32 [K]; ids out of range write nothing.
+      values: Rows to write, [K, ...].
     """
 
     def __init__(
         self, source: Source, k: int, shape: tuple[int, ...], dtype: Any, ids: Any, values: Any
     ) -> None:
-        """Refers to leaf `k` of a source, of shape [N, ...]; ids out of range write nothing."""
         self.source, self.k, self.shape, self.dtype = source, k, shape, dtype
         self.ids, self.values = ids, values
 
@@ -51,7 +58,10 @@ class Offloaded:
         return cls(source, k, shape, dtype, ids, values)
 
     def put(self, ids: jax.Array, values: jax.Array) -> "Offloaded":
-        """Returns the leaf with `values`, [K, ...], to write to rows `ids`, [K], and no others."""
+        """Returns this leaf with new rows to write after the round, instead of those it had.
+
+        `values` is [K, ...]; `ids` [K] are their rows.
+        """
         return Offloaded(
             source=self.source, k=self.k, shape=self.shape, dtype=self.dtype, ids=ids, values=values
         )
@@ -204,7 +214,10 @@ _blocked_sum.defvjp(_sum_forward, _sum_backward)
 
 
 def _blocked_map(leaves: _Leaves, f: Callable[[list[jax.Array]], PyTree]) -> PyTree:
-    """Returns f(row) of every row, stacked to [N, ...]; a row lists one array per leaf."""
+    """Returns f(row) for every row of the leaves, stacked to [N, ...]; reads blocks of rows.
+
+    A row is a list with one array per leaf.
+    """
     count, _ = leaves.blocks
 
     def of_block(b: jax.Array) -> PyTree:

@@ -116,7 +116,10 @@ def with_dtype_promotion(optimizer: optax.GradientTransformation) -> optax.Gradi
 
 
 def per_entry(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns an optimiser of dicts that treats each entry separately, including its clipping."""
+    """Returns an optimiser of a dict of trees that treats each entry separately.
+
+    Clipping, for example, is by the norm of each entry.
+    """
 
     def init(params: PyTree) -> PyTree:
         return {name: optimizer.init(part) for name, part in params.items()}

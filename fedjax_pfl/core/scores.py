@@ -216,7 +216,7 @@ AUROC = Metric(
 
 
 class Moments(NamedTuple):
-    """Sums over examples, for every target: [..., targets]."""
+    """Sums over examples from which R² is computed, each [..., targets]."""
 
     error: jax.Array  # (output − y)²
     y: jax.Array  # targets

@@ -58,8 +58,8 @@ class Setting:
     default: Any  # or the type, if the setting is unset by default
     meaning: str  # description for lists of settings
     _: dataclasses.KW_ONLY
-    limits: Limits = _UNLIMITED
-    choices: tuple[str, ...] = ()  # valid values; (): no list
+    limits: Limits = _UNLIMITED  # smallest and largest valid value
+    choices: tuple[str, ...] = ()  # the only valid values; (): any value within the limits
     roles: Set[Role] = frozenset()  # where it may vary and what it affects; see `Role`
     used_with: UsedWith | None = None  # None: always used
 

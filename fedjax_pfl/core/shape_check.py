@@ -114,7 +114,10 @@ def _traffic(algorithm: Algorithm, payload: PyTree, upload: PyTree) -> Any:
 
 
 def _trace(name: str, function: str, f: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns the shapes of f(*arguments); a note with both names is added to its exceptions."""
+    """Returns the shapes of f(*arguments). Exceptions get a note that names method and function.
+
+    `name` is that of the method, `function` the field of `Algorithm`.
+    """
     try:
         return jax.eval_shape(f, *arguments)
     except UsageError:

@@ -25,7 +25,7 @@ class Task(NamedTuple):
     """
 
     loss: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
-    metrics: tuple[Metric, ...]
+    metrics: tuple[Metric, ...]  # measures that are reported for every evaluation
     has_classes: bool = False  # outputs are logits, and an example has one class
     augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None  # (x, key) -> x
     optional_metrics: tuple[Metric, ...] = ()  # metrics that the setting `metrics` can also select

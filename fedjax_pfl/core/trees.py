@@ -191,7 +191,10 @@ def matching_download(payload: PyTree, upload: PyTree) -> PyTree:
 
 
 def change(payload: PyTree, upload: PyTree) -> PyTree:
-    """Returns the upload minus `matching_download`; leaves that are not floats are as uploaded."""
+    """Returns the upload minus the downloaded values, see `matching_download`.
+
+    Leaves that are not floating-point are as uploaded.
+    """
 
     def minus(new: jax.Array, old: jax.Array) -> jax.Array:
         return new - old if jnp.issubdtype(new.dtype, jnp.floating) else new
@@ -200,7 +203,10 @@ def change(payload: PyTree, upload: PyTree) -> PyTree:
 
 
 def map_layers(f: Callable[..., Any], tree: PyTree, *trees: PyTree) -> PyTree:
-    """Returns a tree of f(layer name, leaf, *leaves) over the leaves of trees of one structure."""
+    """Returns a tree of f(layer name, leaf, *leaves of `trees`).
+
+    All trees have the same structure.
+    """
 
     def with_name(path: tuple[Any, ...], *leaves: Any) -> Any:
         return f(layer_name(path), *leaves)

@@ -54,9 +54,10 @@ def _crop(image: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def _colour(image: jax.Array, key: jax.Array) -> jax.Array:
-    """Changes brightness, contrast, saturation and hue of an image [H, W, C] with values in [0, 1].
+    """Changes brightness, contrast, saturation and hue at random; makes some images gray.
 
-    Changes are random; some images become gray. Without C = 3, only the first two change.
+    The image is [H, W, C] with values in [0, 1]. Unless C is 3, only brightness and contrast
+    change.
     """
     keys = jax.random.split(key, 6)
 

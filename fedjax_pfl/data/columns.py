@@ -109,7 +109,10 @@ def table_dataset(source: str, tables: tuple[Table, Table | None], roles: Roles)
 
 
 def _join(name: str, column: str, parts: list[np.ndarray]) -> np.ndarray:
-    """Joins a column's training and test rows; UsageError if types differ or one is infinite."""
+    """Joins the `parts` of a column, of the training and the test table, to one array.
+
+    Raises UsageError, which names table and column, if types differ or a value is infinite.
+    """
     if len({(p.shape[1:], p.dtype.kind in "US") for p in parts}) > 1:
         raise UsageError(f"{name}: column {column!r} differs between training and test")
     if any(p.dtype == np.uint64 for p in parts) and all(_are_nonnegative(p) for p in parts):
@@ -132,7 +135,7 @@ def _are_nonnegative(values: np.ndarray) -> bool:
 
 
 def _class_names(table: Table, column: str, values: np.ndarray) -> np.ndarray:
-    """Returns a column's values, its integers replaced by class names if the file has these."""
+    """Returns a column's values, with class names instead of integers if its file has the names."""
     names = table.classes.get(column)
     if not names or values.ndim > 1:
         return values

@@ -24,32 +24,36 @@ PADDING = -1  # label of a position without a label
 
 
 class Normalisation(NamedTuple):
-    """Choice of the numbers to scale to mean 0 and deviation 1 after the partition."""
+    """Choice of the numbers to scale to mean 0 and deviation 1 after the partition.
 
-    # federation: over all training examples; client: over those of each client; LATER: examples
-    # stay float64, because a node must first receive the moments of the other nodes
-    scope: str
+    `scope` says whose training examples give mean and deviation: those of all clients (federation)
+    or of each client (client). With LATER, examples stay float64, because a node of a deployment
+    must first receive the moments of the other nodes.
+    """
+
+    scope: str  # federation, client or LATER
     features: np.ndarray  # bool [last axis of x]: True to scale; the others stay unchanged
     targets: bool  # also the targets of a regression, always over all training examples
 
 
 class Dataset(NamedTuple):
-    """Labelled examples before they are divided among clients, as NumPy arrays."""
+    """Labelled examples before they are divided among clients, as NumPy arrays.
+
+    `owner_classes`, bool [owners, outputs], are the classes that an owner can have, or None.
+    """
 
     name: str
     x_train: np.ndarray  # [examples, ...]: uint8, float32 or int32; float64 until `normalise` ran
     y_train: np.ndarray  # int32 (PADDING: no label), float32 or bool; shapes as for `arrays`
-    x_test: np.ndarray | None  # None if the source has no test set
-    y_test: np.ndarray | None
+    x_test: np.ndarray | None  # like x_train; None if the source has no test set
+    y_test: np.ndarray | None  # like y_train
     outputs: int  # number of classes, of regression targets or of labels
-    scale: np.ndarray | None = None  # examples become x * scale + shift in float32
-    shift: np.ndarray | None = None  # None with scale=None: examples are used as stored
-    coarse: np.ndarray | None = None  # int [outputs]: the superclass of each class
-    owner_train: np.ndarray | None = None  # int [examples]: person or group each comes from
-    owner_test: np.ndarray | None = None  # the same of the test set; owners are numbered from 0
-    owner_classes: np.ndarray | None = (
-        None  # bool [owners, outputs]: classes that an owner can have
-    )
+    scale: np.ndarray | None = None  # x * scale + shift in float32 is used instead of x
+    shift: np.ndarray | None = None  # None, like scale: x is used as stored
+    coarse: np.ndarray | None = None  # int [outputs]: the superclass of each class; None: unknown
+    owner_train: np.ndarray | None = None  # int [examples]: number of the person or group of each
+    owner_test: np.ndarray | None = None  # the same for the test set
+    owner_classes: np.ndarray | None = None
     owner_names: np.ndarray | None = None  # text [owners]; None if owners are named by number
     normalise: Normalisation | None = None  # None: no number is normalised after the partition
     overlapping: bool = False  # examples of an owner share values, so none may be split off

@@ -21,9 +21,9 @@ _TRAIN, _VALIDATION, _TEST = 0, 1, 2  # use of an example
 class Portions(NamedTuple):
     """Number of examples on each client by class as stored in y, each int [N, stored classes]."""
 
-    train: np.ndarray
-    validation: np.ndarray
-    test: np.ndarray
+    train: np.ndarray  # training examples
+    validation: np.ndarray  # validation examples
+    test: np.ndarray  # test examples
 
 
 def federate(
@@ -216,8 +216,8 @@ def _split_before_partition(
 
     Args:
       split: "official": the source's test set is for testing. "shared": a random part of all
-        examples is. "pooled": every example is for training here; `_split_clients` splits those of
-        each client after the partition.
+        examples is for testing. "pooled": all examples are for training at first; `_split_clients`
+        splits those of each client after the partition.
       is_test: bool [examples], True for the source's test set.
       sizes: `test_fraction`, `validation_fraction` and `validation_examples` of `federate`.
       rng: Chooses the examples.

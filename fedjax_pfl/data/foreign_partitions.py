@@ -117,7 +117,10 @@ def write(partition: Partition, folder: Path) -> None:
 
 
 def _concatenate(label: str, examples: Sequence[tuple[np.ndarray, np.ndarray]]) -> Examples:
-    """Joins the pairs (x, y) of clients 0, 1, ...; UsageError begins with `label`."""
+    """Joins the pairs (x, y) of clients 0, 1, ... to one set of examples.
+
+    Messages of UsageError begin with `label`.
+    """
     xs, ys = zip(*examples, strict=True)
     filled = [x for x in xs if len(x)]  # an empty client's x may have no shape
     if len({x.shape[1:] for x in filled}) != 1:

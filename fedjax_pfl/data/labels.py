@@ -16,9 +16,10 @@ _INTEGER = re.compile(r"[+-]?\d+")
 
 
 def class_numbers(name: str, labels: Any, *, least: int = 0, end: int = MOST_CLASSES) -> np.ndarray:
-    """Returns labels as int32; raises UsageError if one is not an integer from least to end - 1.
+    """Returns class labels, an array of numbers or text, as int32 of the same shape.
 
-    `labels` is an array of numbers or text, whose shape stays; `name` names their file in messages.
+    Raises UsageError if one is not an integer from `least` to end - 1. `name` is that of their
+    file, for messages.
     """
     values = np.asarray(labels)
     if values.dtype.kind in "biuf":

@@ -166,12 +166,12 @@ def _label_last(x: np.ndarray, labels: np.ndarray) -> np.ndarray:
 def _characters(
     name: str, xs: Any, ys: Any, every_position: bool
 ) -> tuple[list[np.ndarray], list[np.ndarray], list[str]]:
-    """Encodes the texts `xs` of training and test set, and `ys`, the character after each text.
+    """Encodes texts, and the character that follows each of them, as integers.
 
     Args:
       name: Name of the dataset, for messages.
       xs: Texts of the training set and of the test set.
-      ys: The character after each text, per part.
+      ys: The character after each text, for both sets.
       every_position: Label every position with the next character, not only the last one.
 
     Returns:

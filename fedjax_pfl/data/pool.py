@@ -57,7 +57,10 @@ def check_class_lists(name: str, lists: object, classes: int) -> list[tuple[int,
 
 
 def client_size(pool: Pool, examples: int | None) -> int:
-    """Returns examples per client: `examples`, or an equal share if None; UsageError if too few."""
+    """Returns the number of examples of a client: `examples`, or an equal share of all if None.
+
+    Raises UsageError if the pool has too few examples.
+    """
     most = pool.total // pool.clients
     size = most if examples is None else examples
     require(most > 0, f"{pool.clients} clients for {pool.total:,} examples: use fewer clients")
@@ -70,7 +73,10 @@ def client_size(pool: Pool, examples: int | None) -> int:
 
 
 def superclasses(pool: Pool, name: str) -> np.ndarray:
-    """Returns the superclass of each class, int [C]; UsageError names the partition if unknown."""
+    """Returns the superclass of each class, int [C].
+
+    Raises UsageError, which names the partition `name`, if they are unknown.
+    """
     if pool.coarse is None:
         raise UsageError(
             f"partition {name} needs superclasses, which this dataset does not have: use cifar100, "

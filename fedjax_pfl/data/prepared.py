@@ -117,7 +117,7 @@ def read_split(
 
 
 def _damaged(folder: Path, problem: str, error: object) -> UsageError:
-    """Returns the error that a folder is damaged: `problem`, and 200 characters of `error`."""
+    """Returns the error that a folder is damaged, with `problem` and the text of `error`."""
     detail = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else str(error)
     return UsageError(
         f"{folder}: {problem} ({' '.join(detail.split())[:200]}); the folder is damaged or half "
@@ -148,7 +148,12 @@ def _builder(folder: Path) -> Any:
 
 
 def _value(example: Any, name: str) -> Any:
-    """Returns the first value, bytes or a number, of the feature `name` of a record."""
+    """Returns the only value, bytes or a number, of a feature of a record.
+
+    Args:
+      example: The record: features by name.
+      name: Name of the feature. If it has several values, the first is returned.
+    """
     if name not in example:
         raise KeyError(f"a record has no feature {name}")
     feature = example[name]

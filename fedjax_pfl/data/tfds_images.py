@@ -31,7 +31,10 @@ def folder(name: str) -> str:
 
 
 def source_of(name: str, data_dir: DataDir) -> str:
-    """Returns the name of the dataset to read: `name`, or its superset if only that is prepared."""
+    """Returns the name of the dataset to read: `name`, or a larger dataset that contains it.
+
+    The larger one is read if only that one is prepared in `data_dir`.
+    """
     superset = _SUPERSET.get(name)
     if superset is None or prepared.is_prepared(folder(name), data_dir):
         return name

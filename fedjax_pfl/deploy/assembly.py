@@ -25,8 +25,8 @@ from fedjax_pfl.simulation.execution_plan import Plan
 def complete(user_settings: Mapping[str, Any]) -> tuple[ConfigDict, configuration.Registry]:
     """Completes settings for a run on several machines.
 
-    Returns them with the registry of built-in and user-defined components that they may name.
-    Raises UsageError if a setting only has a meaning in a simulation.
+    Returns all settings, and the registry of built-in components and of the user-defined ones that
+    they name. Raises UsageError for a setting that only has a meaning in a simulation.
     """
     registry, user_settings = custom.register(user_settings)
     settings = configuration.complete(user_settings, registry)
@@ -58,10 +58,10 @@ def to_plain(
 
 
 def user_code(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the user-defined components of a configuration except for the dataset.
+    """Returns the names of a configuration's user-defined components, without the dataset.
 
-    They are MODULE:NAME by kind, a field of `configuration.Registry` such as "algorithm".
-    Only these names are sent. Each machine has its own copy of the code.
+    They are MODULE:NAME, by the setting that selects them, such as "algorithm". Only these names
+    are sent. Each machine has its own copy of the code.
     """
     sources = {kind: str(settings.get(kind, "")) for kind in configuration.BUILTINS._fields}
     return {kind: source for kind, source in sources.items() if kind != "dataset" and ":" in source}
@@ -110,7 +110,10 @@ def _normalisation(description: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def zero_data(description: Mapping[str, Any]) -> FederatedData:
-    """Returns a client's data with empty splits, of the shapes in a federation's description."""
+    """Returns data of one client without examples, for its shapes.
+
+    `description` is that of the federation, which passes `schema.FEDERATION`.
+    """
     shared = description["alike"]
     dtype, inner = shared["target"]
 

@@ -19,15 +19,17 @@ from fedjax_pfl.deploy.storage import BEFORE_FIRST_ROUND, ClientDisk, RoundRecor
 
 
 class RunClient(NamedTuple):
-    """A client in one run."""
+    """A client in one run.
+
+    `save_model` is called at the last evaluation with the variables of the personalised model and
+    the number of rounds that were trained; None: the model is not saved.
+    """
 
     run: str  # unique name of the run
     i: int  # client id
     programs: ClientPrograms  # of this client's architecture group
     data: FederatedData  # of this client alone
     disk: ClientDisk  # its state and response after each stored round
-    # Called at the last evaluation with the variables of the personalised model and the number of
-    # rounds that were trained. None: the model is not saved.
     save_model: Callable[[PyTree, int], None] | None = None
 
     def round_inputs(self, t: int) -> RoundInputs:

@@ -149,7 +149,7 @@ class FlowerExchange:
         return online
 
     def log_once(self, line: str) -> None:
-        """Logs a line unless it was logged before."""
+        """Logs a line, unless the same line was logged before."""
         if line not in self.logged:
             self.logged.add(line)
             self.log(line)

@@ -46,8 +46,8 @@ MAX_RUNS = 1000
 class Node(NamedTuple):
     """A node's folder, which outlives its process, and the content of its file."""
 
-    folder: Path
-    file: NodeFile
+    folder: Path  # its state: an enrolment and stored rounds for each run
+    file: NodeFile  # content of its JSON file
 
 
 def respond(node: Node, content: bytes) -> bytes:

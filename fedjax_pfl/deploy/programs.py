@@ -24,9 +24,9 @@ class Method(NamedTuple):
     algorithm: Algorithm
     federation: Federation
     seed: int
-    max_update_norm: float | None = None  # larger updates are rejected; None: no limit
+    max_update_norm: float | None = None  # updates with a larger norm are rejected; None: no limit
     evaluate_after: bool = True  # also score models after one more local training
-    validate_after: bool = False  # score validation examples with those models
+    validate_after: bool = False  # validation uses the models after that training
 
     @property
     def grouped(self) -> Algorithm:
@@ -57,8 +57,8 @@ class Shapes(NamedTuple):
     state: State  # server state, without the clients' part
     client: PyTree  # client-side state of one client
     payload: PyTree  # download of one client
-    result: TrainResult
-    served: list[Any]  # values that `split_personalize.server_part` computes
+    result: TrainResult  # result of local training of one client
+    served: list[Any]  # arrays from the server for one client's personalised model
     scores: Evaluation  # of one client
 
 
@@ -230,7 +230,15 @@ def _context(method: Method, stage: int, i: Any, t: Any, data: Any = None) -> Cl
 def _train(
     method: Method, g: int, payload: PyTree, client: PyTree, inputs: RoundInputs
 ) -> TrainResult:
-    """Trains one client of group `g` for a round. For arguments see `ClientPrograms.train`."""
+    """Trains client `inputs.i`, of group `g`, for a round.
+
+    Args:
+      method: The method.
+      g: Index of the architecture group.
+      payload: Download.
+      client: Client-side state.
+      inputs: Client id, round and examples.
+    """
     ctx = _context(method, TRAIN, *inputs)
     upload, variables, new, metrics = method.group_algorithm(g).train(payload, client, ctx)
     return TrainResult(
@@ -272,7 +280,16 @@ def _server_part(
 def _client_part(
     method: Method, g: int, state: State, served_values: Any, client: PyTree, inputs: RoundInputs
 ) -> PyTree:
-    """Returns the variables of a client's personalised model; `state` holds shapes only."""
+    """Returns the variables of a client's personalised model, computed on the client.
+
+    Args:
+      method: The method.
+      g: Index of the client's architecture group.
+      state: Shapes of the server's state.
+      served_values: Arrays from the server that the model is computed from.
+      client: Client-side state.
+      inputs: Client id, round and examples.
+    """
     ctx = _context(method, PERSONAL, *inputs)
     return split_personalize.client_part(
         method.group_algorithm(g).personalize, served_values, state, client, ctx

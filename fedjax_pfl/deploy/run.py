@@ -59,7 +59,7 @@ class RunResult(NamedTuple):
     directory: Path  # run directory
     metrics: list[dict[str, Any]]  # one entry per evaluation
     clients: list[dict[str, Any]]  # one row per client, as in clients.csv
-    ledger: ledger.Ledger  # bytes and outcomes by client
+    ledger: ledger.Ledger  # bytes and outcomes of updates by client
     server_state: ServerState  # after the last round
     resumed_at: int | None  # number of rounds done when the run was last resumed; None: never
 
@@ -140,7 +140,8 @@ def _build_server(
 ) -> tuple[Experiment, Method, ServerPrograms]:
     """Builds the experiment record, the method and the programs of the server.
 
-    Raises UsageError if no method fits the described data, or if the memory is too small.
+    `federation` passes `schema.FEDERATION`. Raises UsageError if the method does not suit the data,
+    or if memory is too small.
     """
     try:
         experiment, method = assembly.build_method(settings, registry, federation)
@@ -358,7 +359,7 @@ class _Run(NamedTuple):
         self.log(progress.evaluation_line(metric, [line], self.experiment.phases[0].end))
 
     def save(self, server_state: ServerState) -> None:
-        """Saves a checkpoint with the server's state, position, metrics and ledger."""
+        """Saves a checkpoint: the server's state, the progress, the metrics and the ledger."""
         sweep_run, started = self.sweep_run, time.perf_counter()
         arrays = {"state": server_state.state, "settled": server_state.settled}
         if sweep_run.best is not None:

@@ -28,7 +28,7 @@ def _condition(requirement: str, is_valid: Callable[[Any], Any]) -> Check:
 
 
 def integer(minimum: int, maximum: int) -> Check:
-    """Returns the check of an integer in a range."""
+    """Returns a check that a value is an integer from `minimum` to `maximum`."""
     return _condition(
         f"a whole number from {minimum} to {maximum}",
         lambda value: type(value) is int and minimum <= value <= maximum,
@@ -36,7 +36,7 @@ def integer(minimum: int, maximum: int) -> Check:
 
 
 def real(minimum: float, maximum: float) -> Check:
-    """Returns the check of a number in a range with finite ends."""
+    """Returns a check that a value is a number from `minimum` to `maximum`, both finite."""
     return _condition(
         f"a number from {minimum} to {maximum}",
         lambda value: type(value) in (int, float) and minimum <= value <= maximum,
@@ -44,7 +44,7 @@ def real(minimum: float, maximum: float) -> Check:
 
 
 def text(pattern: str) -> Check:
-    """Returns the check of text that fully matches a regular expression."""
+    """Returns a check that a value is text and matches a regular expression as a whole."""
     return _condition(
         f"text of the form {pattern}",
         lambda value: isinstance(value, str) and re.fullmatch(pattern, value, re.ASCII),
@@ -52,14 +52,14 @@ def text(pattern: str) -> Check:
 
 
 def choice(*options: str) -> Check:
-    """Returns the check of one of several strings."""
+    """Returns a check that a value is one of the strings `options`."""
     return _condition(
         " or ".join(options), lambda value: isinstance(value, str) and value in options
     )
 
 
 def items(item: Check, maximum: int, minimum: int = 0) -> Check:
-    """Returns the check of a list of `minimum` to `maximum` values that each pass `item`."""
+    """Returns a check that a value is a list of `minimum` to `maximum` values that pass `item`."""
 
     def check(value: Any, path: str) -> None:
         is_valid = isinstance(value, list) and minimum <= len(value) <= maximum
@@ -71,7 +71,7 @@ def items(item: Check, maximum: int, minimum: int = 0) -> Check:
 
 
 def pair(first: Check, second: Check) -> Check:
-    """Returns the check of a list of two values that pass `first` and `second`."""
+    """Returns a check that a value is a list of two values, which pass `first` and `second`."""
 
     def check(value: Any, path: str) -> None:
         _need(isinstance(value, list) and len(value) == 2, path, "a list of two values")
@@ -82,7 +82,7 @@ def pair(first: Check, second: Check) -> Check:
 
 
 def table(name: Check, item: Check, maximum: int) -> Check:
-    """Returns the check of an object of at most `maximum` fields.
+    """Returns a check that a value is an object (dict) of at most `maximum` fields.
 
     All names must pass `name`, and all values `item`.
     """
@@ -98,7 +98,12 @@ def table(name: Check, item: Check, maximum: int) -> Check:
 
 
 def fields(required: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
-    """Returns the check of an object with the given fields, by name, and no others."""
+    """Returns a check that a value is an object (dict) with these fields, and no others.
+
+    Args:
+      required: Check of each field that must exist, by name.
+      optional: Check of each field that may exist, by name.
+    """
     checks = {**required, **(optional or {})}
 
     def check(value: Any, path: str) -> None:
@@ -120,7 +125,7 @@ def integer_or(integer_check: Check, value_check: Check) -> Check:
 
 
 def by_kind(fields_of: Mapping[str, Mapping[str, Check]]) -> Check:
-    """Returns the check of an object whose field `kind` decides which other fields it has.
+    """Returns a check that a value is an object (dict) whose field `kind` decides its other fields.
 
     `fields_of` maps each kind to the checks of its other fields.
     """

@@ -27,10 +27,13 @@ _ROUNDING = 1e-5  # rounding error of a percentage that was summed in float32
 
 
 class ServerState(NamedTuple):
-    """State of the server between two rounds."""
+    """State of the server between two rounds.
+
+    `settled`, int [N], is the last round when the server used the client's update, or
+    BEFORE_FIRST_ROUND.
+    """
 
     state: State  # with () as `clients`
-    # int [N]: last round when the client's update was used; if none, BEFORE_FIRST_ROUND
     settled: np.ndarray
 
 
@@ -39,7 +42,7 @@ class Server(NamedTuple):
 
     run: str  # unique name of the run
     start: int  # number of earlier starts of this run
-    programs: ServerPrograms
+    programs: ServerPrograms  # compiled programs of the server
     request_facts: Mapping[str, Any]  # `settings` and `federation`, which every request contains
 
 
@@ -302,7 +305,10 @@ def _cohort(
 
 
 def stack_scores(server: Server, scores: Mapping[int, Evaluation]) -> Evaluation:
-    """Stacks the scores of all clients to leaves of shape [N, ...]; missing clients get zeros."""
+    """Stacks the scores of all clients, given by client id, to leaves of shape [N, ...].
+
+    Clients without scores get zeros. `server` has the shapes of scores.
+    """
     clients = server.programs.method.federation.clients
     zeros = _zeros(server.programs.shapes[0].scores)
     return _stack(scores.get(i, zeros) for i in range(clients))

@@ -96,9 +96,16 @@ def client_part(
 def _evaluate_side(
     personalize: Personal, state: State, client: PyTree, ctx: ClientContext, side: _Side
 ) -> PyTree:
-    """Traces `personalize` and evaluates the part of one machine.
+    """Traces `personalize` and computes the part of the server or of the client.
 
     Returns the variables of the model; on the server, leaves that it cannot compute are None.
+
+    Args:
+      personalize: The method's function.
+      state: Server state; on the client, its shapes.
+      client: Client-side state; on the server, its shapes.
+      ctx: Context with the client's examples; on the server, their shapes.
+      side: The machine, with the values that it sends or receives.
     """
     arguments = (state, client, ctx)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
@@ -130,9 +137,9 @@ def _constant(array: Any) -> _Value:
 
 
 def _operation(equation: Any, operands: Sequence[_Value], side: _Side) -> list[_Value]:
-    """Evaluates an equation of the jaxpr if the machine can; returns its results.
+    """Evaluates an equation of the jaxpr on one machine, if it can; returns the results.
 
-    Operands of a client's equation that the server owns are sent.
+    If an equation of the client has operands of the server, the server sends their values.
     """
     sizes = [_size(variable.aval) for variable in equation.outvars]
     owner = max((operand.owner for operand in operands), default=_EITHER)
@@ -157,7 +164,7 @@ def _size(aval: Any) -> int:
 
 
 def _read(value: _Value, side: _Side) -> Any:
-    """Returns a value that the client part reads; sends or receives it if the server owns it."""
+    """Returns a value that the client computes with. If the server owns it, the value is sent."""
     if value.owner == _SERVER and not value.crossed:
         if value.rows:
             raise UsageError(

@@ -18,10 +18,10 @@ _REFUSED = ("--isolation", "--allow-runtime-dependency-installation")
 
 
 def write_commands(folder: Path) -> Path:
-    """Writes replacements for the commands that Flower starts for its tasks; returns their folder.
+    """Writes replacements for the commands that Flower starts for its tasks.
 
-    It is inside `folder`, the node's folder.
-    The command for a client's message runs `local_client`; all others exit with an error.
+    The one for a client's message runs `local_client`; all others exit with an error. Returns the
+    folder of the commands, which is in `folder`, that of the node.
     """
     from flwr.supercore.constant import TASK_TYPE_TO_COMMAND, TaskType
 

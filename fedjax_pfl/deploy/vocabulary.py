@@ -87,9 +87,10 @@ def _parse_numbers(name: str, texts: Sequence[str]) -> np.ndarray:
 
 
 def _positions(description: str, texts: Sequence[str], vocabulary: Sequence[str]) -> np.ndarray:
-    """Returns the index of each text in the vocabulary, int64 [len(texts)].
+    """Returns the index of each of the `texts` in the `vocabulary`, int64 [len(texts)].
 
-    Raises UsageError for a missing text, which it calls by the `description`, such as "class".
+    Raises UsageError for a missing text. `description`, such as "class", says in the message what
+    the texts are.
     """
     position = {word: i for i, word in enumerate(vocabulary)}
     if missing := [word for word in texts if word not in position]:

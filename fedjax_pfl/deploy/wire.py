@@ -55,12 +55,12 @@ def encode(
     trees: Mapping[str, PyTree] | None = None,
     envelope: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Encodes a message; equal arguments give equal bytes.
+    """Encodes a message to bytes; equal arguments give equal bytes.
 
     Args:
-      facts: JSON data.
+      facts: JSON data of the message, such as its kind and round.
       trees: Trees of arrays by group name, such as `upload`.
-      envelope: JSON data that the digest does not cover.
+      envelope: JSON data that the digest of the message does not cover.
     """
     listed, parts = [], []
     for group, tree in (trees or {}).items():
@@ -82,7 +82,7 @@ def decode(content: bytes, max_bytes: int, check: schema.Check | None = None) ->
     Args:
       content: Received bytes.
       max_bytes: Maximum length.
-      check: Check of the facts, such as `schema.REQUEST`; None leaves them unchecked.
+      check: Check of the message's facts, its JSON data, such as `schema.REQUEST`; None: no check.
     """
     if len(content) > max_bytes:
         raise InvalidError(f"it has {len(content):,} bytes; the maximum is {max_bytes:,}")
@@ -117,9 +117,9 @@ def decode(content: bytes, max_bytes: int, check: schema.Check | None = None) ->
 
 
 def response_facts(request: Message) -> dict[str, Any]:
-    """Returns the facts that a response repeats, so that it belongs to one request only.
+    """Returns the JSON data by which a response belongs to one request only.
 
-    These are kind, run, client and round of the request, and its digest as `request`.
+    They are kind, run, client and round of the request, and its digest as `request`.
     """
     names = [name for name in ("kind", "run", "client", "round") if name in request.facts]
     return {**{name: request.facts[name] for name in names}, "request": request.digest}
@@ -177,7 +177,10 @@ def _json(content: Any) -> bytes:
 
 
 def _read_object(content: bytes, offset: int) -> tuple[dict[str, Any], int]:
-    """Reads the JSON object whose length is at `offset`; returns it and the offset of its end."""
+    """Reads a JSON object from a message: its length, at byte `offset`, then the text.
+
+    Returns the object and the offset of the byte after it.
+    """
     start = offset + _LENGTH.size
     if start > len(content):
         raise InvalidError("it is cut off")

@@ -120,20 +120,23 @@ class Factorized(Reparametrised):
     References: Jeong and Hwang, Factorized-FL (2022), (1) to (3).
     """
 
-    rank: int = 1
+    rank: int = 1  # number of columns of u and v
     layout: str = "kernel"  # kernel, mixed or oihw
     bias: bool = True  # whether to add μ
     head_keeps_kernel = False
 
     def _matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Returns the shape of the matrix u vᵀ for a kernel of this shape."""
+        """Returns the shape of u vᵀ for a kernel of this shape, [I, O] or [F, F, I, O]."""
         if len(shape) == 2:
             return shape[0], shape[1]
         f, g, inputs, outputs = _four_axes(shape)
         return (inputs * f, outputs * g) if self.layout == "mixed" else (f * g, inputs * outputs)
 
     def factors(self, key: jax.Array, shape: tuple[int, ...]) -> dict[str, jax.Array]:
-        """Returns random u and v, and μ = 0 if `bias` is set."""
+        """Returns factors of a kernel of this shape: random u and v, and mu = 0 if `bias` is set.
+
+        Their shapes are in the docstring of the class.
+        """
         rows, columns = self._matrix_shape(shape)
         u_key, v_key = jax.random.split(key)
         xavier = nn.initializers.xavier_uniform()
@@ -141,7 +144,7 @@ class Factorized(Reparametrised):
         return factors | ({"mu": jnp.zeros((rows, columns))} if self.bias else {})
 
     def kernel(self, factors: dict[str, jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        """Computes u vᵀ + μ, reshaped to `shape`."""
+        """Returns the kernel u vᵀ + μ of shape `shape`, given its factors u, v and mu."""
         matrix = jnp.matmul(factors["u"], factors["v"].T, precision="highest")
         if self.bias:
             matrix += factors["mu"]
@@ -195,7 +198,7 @@ class Hadamard(Reparametrised):
     gamma: float = 0.0
 
     def rank(self, shape: tuple[int, ...]) -> int:
-        """Returns the rank of each of the two factors of a kernel."""
+        """Returns the rank of W1 and of W2 for a kernel of this shape, [I, O] or [F, F, I, O]."""
         *window, inputs, outputs = shape
         min_rank = math.ceil(math.sqrt(max(inputs, outputs)))
         area = math.prod(window)
@@ -208,7 +211,10 @@ class Hadamard(Reparametrised):
         return max(min_rank, round((1 - self.gamma) * min_rank + self.gamma * max_rank))
 
     def factors(self, key: jax.Array, shape: tuple[int, ...]) -> dict[str, jax.Array]:
-        """Returns random yi, xi and, for a convolution, ti, with i in {1, 2}."""
+        """Returns random factors of a kernel of this shape: y1, x1, y2, x2.
+
+        A convolution has t1 and t2 too. Their shapes are in the docstring of the class.
+        """
         *window, inputs, outputs = shape
         r, area = self.rank(shape), math.prod(window)
         factors = {}

@@ -16,7 +16,7 @@ class WithFeatures(NamedTuple):
     `transform` maps features [B, d] to the inputs of the head; None leaves them unchanged.
     """
 
-    network: Any
+    network: Any  # the plain network
     transform: Callable[[jax.Array], jax.Array] | None = None
 
     def apply(self, variables: Any, x: jax.Array, *, mutable: Any = False, **options: Any) -> Any:

@@ -10,7 +10,7 @@ from fedjax_pfl.core import trees
 
 
 def batch_norm(x: jax.Array, train: bool, mask: jax.Array | None, name: str) -> jax.Array:
-    """Applies BatchNorm over all axes but the last, inside a compact module. Keeps the shape.
+    """Applies BatchNorm over all axes but the last, inside a Flax module. Keeps the shape.
 
     Deviations: the running variance averages biased batch variances; PyTorch averages unbiased
     ones.

@@ -34,11 +34,11 @@ class UserNetwork(abc.ABC):
     """A user's module with the interface of a built-in network."""
 
     name: str  # in configurations
-    settings: Mapping[str, Any]  # settings of the module, including the digest of its code
+    settings: Mapping[str, Any]  # arguments of the module, and the digest of its code
     definition: Any  # a linen module, or a function nnx.Rngs -> NNX module
     input_shape: tuple[int, ...] = ()  # of one example
     input_dtype: str = "float32"
-    conv: str = "auto"  # lowering of convolutions that do not choose one
+    conv: str = "auto"  # lowering of convolutions that do not choose one themselves
 
     @abc.abstractmethod
     def init(self, key: jax.Array, x: jax.Array) -> dict[str, PyTree]:
@@ -186,7 +186,7 @@ def spread_mask(name: str, mask: jax.Array | None, x: jax.Array) -> jax.Array | 
 
 
 def random_evaluation_error(name: str) -> UsageError:
-    """Returns the error for a network that needs random numbers in evaluation."""
+    """Returns the UsageError for the network `name`, which needs random numbers in evaluation."""
     return UsageError(
         f"{name} draws random numbers when it is evaluated, where there are none; let its "
         "__call__ take train, and give Dropout deterministic=not train"

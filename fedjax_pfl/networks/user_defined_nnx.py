@@ -121,7 +121,10 @@ class NnxNetwork(UserNetwork):
 
 
 def _set_mask(name: str, norm: nnx.BatchNorm, mask: jax.Array) -> None:
-    """Makes a BatchNorm use the mask [B], in place. The layer exists only for one call."""
+    """Makes the layer `norm` of the network `name` use the mask [B], in place.
+
+    The layer exists only for one call.
+    """
     norm_class = type(norm)
 
     def call(self: Any, x: Any, *arguments: Any, **options: Any) -> Any:

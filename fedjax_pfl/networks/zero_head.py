@@ -19,7 +19,7 @@ class ZeroHead:
     random head they do not.
     """
 
-    model: Any
+    model: Any  # the plain network
 
     def init(self, key: jax.Array, x: jax.Array) -> dict[str, PyTree]:
         """Returns initial variables for x [B, ...], with zeros in the head's parameters."""

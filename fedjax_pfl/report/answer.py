@@ -158,10 +158,10 @@ def _mean(metrics: Sequence[Record], metric: Metric, stage: str) -> float:
 
 
 def _verdict(run: Run, reference: Run) -> str:
-    """Returns the answer to whether `run` is better than `reference` before local training.
+    """Says in text whether `run` is better than `reference` before local training.
 
-    "Yes. " or "No. " if a paired test over clients has p < 0.05, else "Not clearly. ", or "" if the
-    clients cannot be paired.
+    Returns "Yes. " or "No. " if a paired test over clients has p < 0.05, else "Not clearly. "; ""
+    if the clients cannot be paired.
     """
     row, baseline = references.as_row(run), references.as_row(reference)
     test = comparison.paired_test(row, baseline, "before")

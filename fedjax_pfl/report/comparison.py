@@ -39,7 +39,7 @@ class Summary(NamedTuple):
     after: Mapping[str, Any] | None  # after it; None if not evaluated
     worst10: Mapping[str, Any]  # mean of the worst tenth of clients, before local training
     megabytes_down: float  # downloaded in the whole run by all clients, mean over seeds
-    megabytes_up: float  # uploaded
+    megabytes_up: float  # uploaded, otherwise like megabytes_down
     rounds: tuple[int, int]  # round of the last evaluation: fewest and most over the seeds
 
 

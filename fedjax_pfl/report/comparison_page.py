@@ -110,7 +110,10 @@ def _table(
 
 
 def _extremes(rows: Sequence[Row], metric: Metric) -> list[Table]:
-    """Returns [table of who gains most and least against the first row], or [] without names."""
+    """Returns a list with one table: the clients that gain most and least against the first row.
+
+    Returns [] if clients have no names.
+    """
     pairs = [(row, comparison.extremes(row, rows[0], "before")) for row in rows[1:]]
     cells = [
         (row, [f"{name} {_difference(value, metric)}" for name, value in pair])
@@ -156,7 +159,10 @@ def _label(row: Row) -> str:
 
 
 def _results(row: Row, metric: Metric) -> list[str]:
-    """Returns the cells of a row in the table of results, "before" to "seeds"; "–": missing."""
+    """Returns the cells of a row in the table of results, from "before" to "seeds".
+
+    A missing value is "–".
+    """
     results = comparison.summary(row)
     low, high = results.rounds
     return [

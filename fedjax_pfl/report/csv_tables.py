@@ -17,7 +17,10 @@ def write(file: TextIO, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def escaped(value: Any) -> Any:
-    """Returns the value; a text that a spreadsheet would evaluate gets an apostrophe in front."""
+    """Returns a cell's value.
+
+    Text that a spreadsheet would run as a formula gets an apostrophe in front.
+    """
     if not isinstance(value, str) or not _FORMULA.match(value) or _is_number(value):
         return value
     return f"'{value}"

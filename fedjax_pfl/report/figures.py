@@ -37,8 +37,8 @@ class Curve(NamedTuple):
     rounds: Sequence[int]  # of the evaluations
     bytes_moved: Sequence[float]  # since round 0, down and up, all clients; mean over seeds
     score: Sequence[float]  # mean over clients and seeds
-    lowest: Sequence[float]  # mean over clients, of the seed where it is lowest
-    highest: Sequence[float]
+    lowest: Sequence[float]  # score of the seed where it is lowest, at each evaluation
+    highest: Sequence[float]  # score of the seed where it is highest
 
 
 def draw(

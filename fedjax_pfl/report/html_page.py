@@ -182,7 +182,7 @@ def _long(cell: str) -> str:
 
 
 def settings_list(settings: Iterable[tuple[str, str]]) -> str:
-    """Returns an HTML list of settings, given as pairs of dotted name and value."""
+    """Returns settings, pairs of dotted name and value, as an HTML list."""
     items = "\n".join(
         f"<div><dt>{html.escape(key)}</dt><dd>{html.escape(value)}</dd></div>"
         for key, value in settings

@@ -73,12 +73,12 @@ def column(leaderboard: dict[str, Any], name: str, about: Mapping[str, Any]) -> 
 def with_commit(
     line: Mapping[str, Any], commit: str, old: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Returns the line with key "commit", that of the old line if the results are equal.
+    """Returns a method's results with the key "commit": the library's commit that computed them.
 
     Args:
-      line: New results of a method.
-      commit: Commit of the library that computed the new results.
-      old: Earlier results of the method, or None.
+      line: New results of the method.
+      commit: Commit that computed the new results.
+      old: Earlier results, or None. If they are equal to the new ones, their commit stays.
     """
     is_equal = old is not None and {**old, "commit": commit} == {**line, "commit": commit}
     return {**line, "commit": old.get("commit", commit) if old and is_equal else commit}
@@ -116,7 +116,10 @@ def table(name: str, column: Mapping[str, Any]) -> Table:
 def _papers_and_variants(
     methods: Mapping[str, Mapping[str, Any]],
 ) -> list[list[tuple[str, Mapping[str, Any]]]]:
-    """Returns ranked (method, line) of the papers' methods, then of this library's variants."""
+    """Returns two lists of (method, its results), best first: methods of papers, and variants.
+
+    `methods` are results by name of the method. Variants are this library's own.
+    """
     lines = ranked(methods)
     return [
         [x for x in lines if method_labels.is_variant(x[0]) is variant] for variant in (False, True)
@@ -124,7 +127,10 @@ def _papers_and_variants(
 
 
 def _cells(line: Mapping[str, Any]) -> list[str]:
-    """Returns a method's cells, one for each of HEADS; "–" and a reason if it cannot run."""
+    """Returns the cells of a method's row, one for each of HEADS.
+
+    `line` has its results, or the reason why it cannot run, which is shown after a "–".
+    """
     if "cannot" in line:
         return ["–"] * (len(HEADS) - 1) + [line["cannot"]]
     spreads = [line[key] for key in ("before", "after", "worst tenth")]

@@ -122,7 +122,7 @@ def table(metrics: Sequence[Record]) -> str:
 
 
 def _selected_rounds(metrics: Sequence[Record]) -> Iterator[tuple[str, Record]]:
-    """Yields (title, line of metrics.jsonl) of the last evaluation and the best round if known."""
+    """Yields (title, line of metrics.jsonl) for the last evaluation and any best round."""
     last = metrics[-1]
     best = last.get("best_round")
     if best == last["round"]:
@@ -139,7 +139,10 @@ def _stages(record: Record) -> list[str]:
 
 
 def _cells(numbers: Record, metric: Metric, with_loss: bool) -> list[str]:
-    """Returns statistics over clients of a score in one evaluation, and the loss if requested."""
+    """Returns cells of text: statistics over clients of one score, and the loss if `with_loss`.
+
+    `numbers` are the summary of one evaluation, before or after local training.
+    """
     scores = [number(numbers.get(f"{metric.name}_{key}")) for key in _COLUMNS]
     cells = [format_score_without_percent(metric, value) for value in scores]
     value = number(numbers.get("loss"))
@@ -152,7 +155,10 @@ def _seconds(value: Any) -> str:
 
 
 def _time_clauses(last: Record, unit: str) -> tuple[str, str]:
-    """Returns clauses on seconds of evaluations, and of checkpoints; each "" if not measured."""
+    """Returns a clause on the seconds of evaluations and one on those of checkpoints.
+
+    Each is "" if not measured. `last` is the last line of metrics.jsonl; `unit` follows the number.
+    """
     seconds = (last.get("evaluate_seconds"), last.get("checkpoint_seconds"))
     purposes = ("of them to evaluate", "for checkpoints")
     clauses = [

@@ -115,9 +115,9 @@ def find(run: Run) -> dict[str, Run]:
 
 
 def _candidates(directory: Path) -> Iterator[Path]:
-    """Yields run directories that may be reference runs of the one in `directory`, at most 2,000.
+    """Yields directories of possible reference runs of the run in `directory`, at most 2,000.
 
-    First those in its folder `reference`, then those next to it, then in their own `reference`.
+    They are in its folder `reference`, next to it, or in a folder `reference` next to it.
     """
     count = 0
     for pattern, folder in (

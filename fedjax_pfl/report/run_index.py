@@ -15,7 +15,11 @@ from fedjax_pfl.settings import configuration
 class RunIndex:
     """Index of the run directories below a folder, by settings and seed.
 
-    Of equal runs it has one, a finished run if there is one. Damaged runs are left out.
+    Of runs with equal settings and seed it has one, a finished run if there is one. Damaged runs
+    are left out.
+
+    Args:
+      folder: Folder to search, with all its subfolders.
     """
 
     def __init__(self, folder: Path) -> None:

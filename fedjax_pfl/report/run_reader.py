@@ -26,7 +26,11 @@ _TEXT_COLUMNS = {"owner"}  # of clients.csv
 
 
 class Run(NamedTuple):
-    """Results of a run, finished or not, as its directory holds them."""
+    """Results of a run, finished or not, as its directory holds them.
+
+    `examples` is the digest of the examples if they come from files, "" if the configuration
+    determines them, None if unknown.
+    """
 
     directory: Path
     config: Mapping[str, Any]  # all settings, as plain data
@@ -35,8 +39,6 @@ class Run(NamedTuple):
     traffic: Mapping[str, Any] = {}  # bytes by direction and layer; empty before the end
     provenance: Mapping[str, Any] = {}  # command, versions and date
     finished: bool = True
-    # Digest of the examples if they come from files; "" if the configuration determines them;
-    # None if unknown.
     examples: str | None = ""
     confusion: Mapping[str, Any] = {}  # as in confusion.json; empty if not counted
 

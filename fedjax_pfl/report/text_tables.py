@@ -106,7 +106,7 @@ def latex(tables: Sequence[Table]) -> str:
 
 
 def _latex_table(table: Table) -> str:
-    """Returns one table as a LaTeX table environment, as `latex`."""
+    """Returns a table as a LaTeX `table` environment."""
     best = best_values(table)
 
     def cell(text: str, column: int) -> str:

@@ -41,11 +41,11 @@ _SHORT_BATCH = 2
 class Experiment(NamedTuple):
     """Inputs of a run, before anything is compiled or written."""
 
-    phases: tuple[Phase, ...]
-    data: data.FederatedData
-    federation: Federation
+    phases: tuple[Phase, ...]  # parts of the run with one algorithm each, in order
+    data: data.FederatedData  # examples of all clients
+    federation: Federation  # facts about the clients
     remarks: tuple[str, ...]  # warnings for the user, about settings that can cost accuracy
-    memory: forecast.Requirement = forecast.Requirement(0, 0, 0)  # bytes, at least; 0: unknown
+    memory: forecast.Requirement = forecast.Requirement(0, 0, 0)  # least bytes needed; 0: unknown
 
     def select(self, runs: Sequence[int]) -> "Experiment":
         """Returns the experiment with only the runs of a sweep at these indices."""
@@ -228,7 +228,10 @@ def make_task(
 
 
 def _check_observations(phase: Phase, state: Any) -> None:
-    """Raises UsageError if `Algorithm.observe` returns a name that cannot be that of a file."""
+    """Raises UsageError if `Algorithm.observe` of the phase returns a name that no file can have.
+
+    `state` has the shapes of the phase's state.
+    """
     run_state = sweep.shapes_of_one(state) if len(phase.inputs.configs) > 1 else state
     for name in jax.eval_shape(phase.algorithm.observe, run_state):
         if not re.fullmatch("[A-Za-z0-9_]+", name):
@@ -239,7 +242,10 @@ def _check_observations(phase: Phase, state: Any) -> None:
 
 
 def _short_batches(phase: Phase, state: Any) -> str:
-    """Returns a warning if BatchNorm gets a last batch of 1 or 2 examples in an epoch, or ""."""
+    """Returns a warning if the last batch of an epoch has 1 or 2 examples and there is BatchNorm.
+
+    Otherwise returns "". `state` has the shapes of the phase's state.
+    """
     config, federation = phase.config, phase.inputs.federation
     norm = jax.tree_util.DictKey("batch_stats")
     has_norm = any(norm in path for path, _ in jax.tree_util.tree_leaves_with_path(state))

@@ -40,7 +40,7 @@ class DamagedError(Exception):
 class Store(NamedTuple):
     """Checkpoints of a run in a folder, each with the number of a finished round (`step`)."""
 
-    manager: ocp.CheckpointManager
+    manager: ocp.CheckpointManager  # Orbax's manager of the folder
 
     def save(self, step: int, trees: dict[str, PyTree], facts: dict[str, Any]) -> None:
         """Writes a checkpoint to disk and removes all but the newest `keep` of `open_store`.
@@ -139,7 +139,10 @@ class Store(NamedTuple):
         return {name: self._tree(step, name, t, digests[name]) for name, t in templates.items()}
 
     def _meta(self, step: int) -> dict[str, Any]:
-        """Returns `facts` and the `digests` of leaves by tree and path; raises DamagedError."""
+        """Returns `facts` of a checkpoint, and `digests`: {tree: {path of a leaf: digest}}.
+
+        Raises DamagedError if they cannot be read.
+        """
         import orbax.checkpoint as ocp
 
         try:
@@ -222,7 +225,10 @@ def open_store(directory: Path, keep: int = MAX_CHECKPOINTS, *, read_only: bool 
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Returns a context that hides tracebacks of orbax's threads: the failure is also raised."""
+    """Hides the tracebacks that Orbax's threads log, while the context lasts.
+
+    A failed save raises its error too, so the log only repeats it.
+    """
     logger, hook = logging.getLogger("absl"), sys.unraisablehook
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
@@ -240,10 +246,10 @@ def _quietly() -> Iterator[None]:
 
 
 def _is_not_from_save(record: logging.LogRecord) -> bool:
-    """Returns False for a message about a save that failed, because the failure is also raised.
+    """Returns False for a log record about a failed save, which the logger then drops.
 
     Orbax never reads the exceptions of some of its futures, and asyncio logs that. Its threads log
-    theirs, some of them after the save has raised.
+    theirs, some of them after the save has raised the same error.
     """
     return not re.search("orbax|_SignalingThread", record.getMessage())
 

@@ -351,9 +351,10 @@ def _select_state(result: Result, best: bool) -> tuple[int, Any]:
 
 
 def _network(member: Algorithm, run: RunFacts) -> dict[str, Any]:
-    """Returns name and settings of the network whose `apply` a method predicts with, as plain data.
+    """Returns name and settings of the network that makes a group's predictions, as plain data.
 
-    Raises UsageError if it predicts with anything else. `member` is the algorithm of a group.
+    Raises UsageError if `member`, the group's algorithm, predicts with anything but the `apply` of
+    a network.
     """
     net = getattr(member.predict, "__self__", None)
     if net is None or getattr(net, "apply", None) != member.predict:

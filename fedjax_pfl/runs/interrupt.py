@@ -23,7 +23,10 @@ ECHO = 1.0  # several processes ignore a repeated signal for these seconds
 class Stopped(KeyboardInterrupt):
     """Exception of a run that stopped on request, with everything up to `round` saved.
 
-    `code` is the exit status of the process. `caller` is what to run again, "command" or "call".
+    Args:
+      round: Number of finished rounds.
+      code: Exit status of the process.
+      caller: What to repeat to resume: "command" (of the shell) or "call" (from Python).
     """
 
     def __init__(self, round: int, code: int, caller: str = "command") -> None:
@@ -32,7 +35,11 @@ class Stopped(KeyboardInterrupt):
 
 
 class Stop:
-    """Flag that signal handlers set to stop a run, which reads it after each compiled call."""
+    """Flag that signal handlers set to stop a run, which reads it after each compiled call.
+
+    Args:
+      caller: As for `Stopped`.
+    """
 
     def __init__(self, caller: str = "command") -> None:
         self.exit_status = 0  # nonzero: stop with this status

@@ -46,9 +46,9 @@ class PhaseInputs:
     configs: Sequence[ConfigDict]  # settings of the phase in each run of a sweep
     group_configs: Sequence[ConfigDict]  # settings of each architecture group, in the first run
     swept: Sequence[str]  # names of the settings that differ between the runs
-    registry: configuration.Registry
-    arrays: data.FederatedData
-    federation: Federation
+    registry: configuration.Registry  # components by name
+    arrays: data.FederatedData  # examples of all clients
+    federation: Federation  # facts about the clients
     begin: int  # number of rounds of earlier phases
     mesh: Mesh | None  # devices that share the clients; None for one device
 
@@ -89,7 +89,7 @@ class PhaseInputs:
 
     @functools.cached_property
     def evaluated(self) -> np.ndarray | None:
-        """Returns the sorted ids int32 [E] of the evaluated clients; None for all active ones."""
+        """Returns the sorted ids of the evaluated clients, int32 [E]; None: all active ones."""
         config, active = self.configs[0], np.flatnonzero(self.federation.active)
         count = config.evaluate_clients
         if count is None and len(active) > _MAX_EVALUATED:
@@ -157,10 +157,10 @@ class PhaseInputs:
 class Phase(NamedTuple):
     """A part of a run with one algorithm."""
 
-    inputs: PhaseInputs
+    inputs: PhaseInputs  # settings, examples and clients
     plan: Plan  # choices that affect speed only
-    rounds: CompiledRounds
-    store: str = "device"  # storage of examples and state
+    rounds: CompiledRounds  # compiled rounds of the algorithm
+    store: str = "device"  # place of examples and state: device, sharded, host or disk
 
     def program(self, folder: Path | None) -> DeviceProgram | StreamedProgram:
         """Returns the compiled rounds with the examples, as a run calls them.
@@ -299,8 +299,10 @@ def _training(inputs: PhaseInputs, value_of: Callable[[str], Any]) -> local_trai
 def _rate(
     inputs: PhaseInputs, config: ConfigDict, value_of: Callable[[str], Any]
 ) -> tuple[Callable[[jax.Array], Any], Any]:
-    """Returns a function from the round to the learning rate, and the schedule within a round or
-    None. `value_of` returns a setting's value by name, traced if swept.
+    """Returns the learning rate as a function of the round, and the schedule within a round.
+
+    The schedule maps (step, steps) to a factor; None if there is none. `value_of` returns a
+    setting's value by name, traced if swept.
     """
     if config.optimizer not in optimizers.OPTIMIZERS:  # a user-defined one has its own rate
         return local_training.constant_rate(1.0), None
@@ -384,7 +386,10 @@ def _fitting_networks(federation: Federation) -> tuple[str, ...]:
 def next_boundary(config: ConfigDict, begin: int, t: int) -> int:
     """Returns the next round after `t` at which an evaluation or checkpoint is due.
 
-    The phase of the configuration starts at round `begin`.
+    Args:
+      config: Settings of the phase.
+      begin: First round of the phase.
+      t: Number of finished rounds.
     """
     intervals = [config.eval_every]
     if config.checkpoint_every:

@@ -68,7 +68,7 @@ def named_runs(run: run_reader.Run) -> dict[str, run_reader.Run]:
 
 
 def report_outdated(run: run_reader.Run) -> bool:
-    """Returns True if a run has no report.html, or one older than that of a reference run of it."""
+    """Returns True if a run has no report.html, or one older than that of a reference run."""
     report = run.directory / run_reader.REPORT
     if not report.exists():
         return True
@@ -82,9 +82,14 @@ def report_outdated(run: run_reader.Run) -> bool:
 def missing_runs(
     run: run_reader.Run, settings: ConfigDict, registry: configuration.Registry
 ) -> dict[Path, ConfigDict]:
-    """Returns configurations of runs of Local and FedAvg to train, by their run directories.
+    """Returns the runs of Local and FedAvg to train: configurations by run directory.
 
-    They are those that do not exist if the setting `reference` is True; otherwise {}.
+    They are the missing ones if the setting `reference` is True; otherwise there are none.
+
+    Args:
+      run: The run to compare with them.
+      settings: Its settings.
+      registry: Components by name.
     """
     from fedjax_pfl.report import references
 

@@ -25,9 +25,9 @@ class Result(NamedTuple):
     ledger: Ledger  # bytes downloaded and uploaded, and counts by client
     state: State  # after the last round
     best: State | None  # best state of the last phase; None without validation examples
-    phases: tuple[Phase, ...]
-    data: data.FederatedData
-    federation: Federation
+    phases: tuple[Phase, ...]  # parts of the run with one algorithm each, in order
+    data: data.FederatedData  # examples of all clients
+    federation: Federation  # facts about the clients
     directory: Path | None  # run directory, if one was written
     observations: run_directory.Observations  # arrays that the method exposes of its state
     resumed_at: int | None  # round at which the run was resumed; None if it was not

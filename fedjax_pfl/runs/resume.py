@@ -127,9 +127,10 @@ def resume(experiment: Experiment, sweep_runs: Sequence[SweepRun]) -> list[State
 
 
 def _restore_all(experiment: Experiment, sweep_runs: Sequence[SweepRun]) -> list[State] | None:
-    """Does the work of `resume` in process 0, and removes checkpoints newer than the restored ones.
+    """Restores the runs for `resume`, in process 0.
 
-    Prints which are damaged; raises UsageError if all are.
+    Removes checkpoints newer than the restored ones. Prints which checkpoints are damaged; raises
+    UsageError if all are.
     """
     stores = [sweep_run.store for sweep_run in sweep_runs if sweep_run.store]
     if len(stores) < len(sweep_runs):

@@ -310,7 +310,10 @@ def write_plans(directory: Path, plans: Sequence[Plan]) -> None:
 
 
 def read_plans(directory: Path) -> list[Plan] | None:
-    """Returns the plans of plan.json if they were made on this kind of machine, else None."""
+    """Returns the execution plan of each phase in plan.json, or None.
+
+    Plans that were made on another kind of machine do not count.
+    """
     try:
         content = json.loads((directory / "plan.json").read_text())
         if content["machine"] != machine():

@@ -44,19 +44,23 @@ class Position(NamedTuple):
 
 @dataclasses.dataclass
 class SweepRun:
-    """One of the runs that a program computes."""
+    """One of the runs that a program computes.
+
+    `observations` are arrays of its method. `files` has, by round of a checkpoint, the names of its
+    files of off-device rows.
+    """
 
     name: str  # unique in the sweep; empty for a single run
     settings: ConfigDict  # all settings
     config: dict[str, Any]  # resolved settings as they are saved
     directory: Path | None = None  # None if nothing is written
     store: checkpoints.Store | None = None  # its checkpoints, if it has a directory
-    at: Position = dataclasses.field(default_factory=Position)
+    at: Position = dataclasses.field(default_factory=Position)  # progress
     best: State | None = None  # at the best round of this phase
     observations: run_directory.Observations = dataclasses.field(default_factory=dict)
-    resumed_at: int | None = None  # round
+    resumed_at: int | None = None  # round at which it was resumed
     last_checkpoint_seconds: float = 0.0  # estimates the time of the next checkpoint
-    files: dict[int, list[str]] = dataclasses.field(default_factory=dict)  # of rows, by round
+    files: dict[int, list[str]] = dataclasses.field(default_factory=dict)
     reported: set[int] = dataclasses.field(default_factory=set)  # clients reported as not finite
 
     def writing(self) -> contextlib.AbstractContextManager[None]:

@@ -53,7 +53,7 @@ class Loop(NamedTuple):
     experiment: Experiment
     phase: Phase
     program: DeviceProgram | StreamedProgram  # client state on the devices, or off them
-    sweep_runs: Sequence[SweepRun]
+    sweep_runs: Sequence[SweepRun]  # the runs that the program computes, one if no sweep
     stop: Stop  # request to stop
     callbacks: Callbacks
     bar: Any  # progress bar of tqdm
@@ -64,7 +64,7 @@ class Call(NamedTuple):
 
     begin: int  # number of finished rounds before the call
     end: int  # and after it
-    logs: tuple[Log, ...]  # of each group; axes: runs of a sweep if several, rounds, cohort
+    logs: tuple[Log, ...]  # of each group; axes: runs of a sweep if several, rounds, slots
     scores: Evaluation | None  # with a leading axis of runs if several; None if not due
     train_seconds: float
     evaluate_seconds: float
@@ -226,7 +226,10 @@ def _call_back(loop: Loop, sweep_run: SweepRun, i: int, call: Call) -> bool:
 
 
 def _report_progress(loop: Loop, call: Call) -> None:
-    """Updates the progress bar; prints a line per evaluation if stderr is not a terminal."""
+    """Updates the progress bar after a call of the compiled rounds.
+
+    If stderr is no terminal, prints a line for an evaluation instead.
+    """
     if call.scores is not None:
         metric = loop.experiment.federation.task.metrics[0]
         lines = [sweep_run.at.metrics[-1] for sweep_run in loop.sweep_runs]
@@ -260,16 +263,16 @@ def _save_if_due(loop: Loop, state: State, call: Call, is_ended: bool) -> tuple[
 
 
 def _decide(requests: Sequence[tuple[int, bool, bool]]) -> tuple[int, bool, bool]:
-    """Combines the exit status, is_ended and is_due of all processes.
+    """Combines (exit status, is_ended, is_due) of every process into one such tuple for all.
 
-    Any process can request a stop or end the run; process 0 has the clock for checkpoints.
+    Any process can request a stop or end the run; process 0 decides whether checkpoints are due.
     """
     exit_status = max(status for status, _, _ in requests)
     return exit_status, any(is_ended for _, is_ended, _ in requests), requests[0][2]
 
 
 def _stack(states: Sequence[State]) -> State:
-    """Returns the states of several runs as one, with a leading axis; a single state as it is."""
+    """Stacks the states of several runs on a new first axis; returns a single state unchanged."""
     if len(states) == 1:
         return states[0]
     return jax.tree.map(lambda *leaves: np.stack(leaves), *states)

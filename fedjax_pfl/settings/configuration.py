@@ -32,8 +32,10 @@ TASKS: dict[str, Callable[..., Any]] = {"auto": task.infer_task, **task.TASKS}
 
 
 class Registry(NamedTuple):
-    """Factories by name for each kind of component. A field has the name of the setting
-    that selects one of its factories."""
+    """Factories by name for each kind of component.
+
+    A field has the name of the setting that selects one of its factories.
+    """
 
     algorithm: Mapping[str, Callable[..., Any]] = ALGORITHMS
     dataset: Mapping[str, Callable[..., Any]] = DATASETS
@@ -275,14 +277,14 @@ def resolve(config: ConfigDict, registry: Registry = BUILTINS) -> dict[str, Any]
 class PhaseSpecification(NamedTuple):
     """All settings of one phase, validated and immutable; `phases` and `groups` are empty."""
 
-    settings: ConfigDict
+    settings: ConfigDict  # settings of the run with the changes of the phase
     groups: tuple[ConfigDict, ...]  # settings of each client group, at least one
 
 
 class Specification(NamedTuple):
     """All settings of a run, validated and immutable; `phases` and `groups` are empty in them."""
 
-    settings: ConfigDict
+    settings: ConfigDict  # settings of the run, without the changes of phases
     phases: tuple[PhaseSpecification, ...]  # at least one
 
 

@@ -29,7 +29,7 @@ _PARAMS = {"layer": {"kernel": np.zeros((2, 3), np.float32), "bias": np.zeros(3,
 
 
 class UserComponents(TypedDict, total=False):
-    """Components that a user can pass, by argument of `fedjax_pfl.run`, which describes them."""
+    """User-defined components, by argument of `fedjax_pfl.run`, which describes them."""
 
     dataset: Dataset | None
     algorithm: Factory | None
@@ -182,7 +182,7 @@ def _optimizer(kind: str, optimizer: Any) -> tuple[str, Callable[..., Any]]:
 
 
 def _content(value: Any) -> str:
-    """Returns a value's content as text; a function's with its code and all that it closes over."""
+    """Returns a value's content as text; a function's with its code and all it closes over."""
     if isinstance(value, functools.partial):
         return _content((value.func, value.args, value.keywords))
     if inspect.isfunction(value):

@@ -87,9 +87,14 @@ def _factories(kind: str, setting: str, table: Mapping[str, Callable[..., Any]])
 
 
 def _setting(name: str, default: Any, meaning: str, name_width: int, indent: int) -> list[str]:
-    """Returns the lines of a setting: name, default and meaning.
+    """Returns the lines of a list that describe a setting: name, default and meaning in columns.
 
-    The name has `name_width` columns and the meaning starts at column `indent`, both after four.
+    Args:
+      name: Name of the setting.
+      default: Its default.
+      meaning: Its description, which is wrapped.
+      name_width: Width of the column of names, which starts after four spaces.
+      indent: Width of the columns of names and defaults.
     """
     head = f"    {name.ljust(name_width)}{_default_text(default)}".ljust(4 + indent)
     return wrapped(head + meaning, 4 + indent)
@@ -104,7 +109,10 @@ def _default_text(value: Any) -> str:
 
 
 def wrapped(text: str, indent: int) -> list[str]:
-    """Returns the lines of a text whose first `indent` columns are a label and stay unchanged."""
+    """Returns a text wrapped into lines that are indented below its label.
+
+    The first `indent` characters are the label, which stays unchanged.
+    """
     label, body = text[:indent], " ".join(text[indent:].split())
     return textwrap.wrap(
         body, WIDTH, initial_indent=label, subsequent_indent=" " * indent, break_on_hyphens=False

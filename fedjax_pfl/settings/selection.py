@@ -71,10 +71,15 @@ def _check_effect(
 
 
 def _check_condition(name: str, value: Any, configs: Sequence[ConfigDict], prefix: str) -> None:
-    """Raises UsageError for a setting that depends on another one, which has no such value.
+    """Raises UsageError for a setting that no configuration uses, by `Setting.used_with`.
 
-    Only if `value` is not its default. `configs` are complete configurations; the condition,
-    `Setting.used_with`, must hold in one of them. `prefix` is as in `_check_effect`.
+    A setting at its default passes.
+
+    Args:
+      name: Name of the setting.
+      value: Value that the user gave.
+      configs: Complete configurations; the condition must hold in one of them.
+      prefix: Path of the setting for messages, such as "phases[0].".
     """
     setting = SETTINGS[name]
     value = tuple(value) if isinstance(value, list) else value

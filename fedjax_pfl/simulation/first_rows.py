@@ -17,10 +17,10 @@ PyTree = Any
 
 
 class Repeated(NamedTuple):
-    """A value [N, ...] with the same row for all N clients, stored before its broadcast."""
+    """An array [N, ...] whose N rows are equal, stored as the operand of its broadcast."""
 
     operand: Any  # array before the broadcast
-    shape: tuple[int, ...]  # of the value, (N, ...)
+    shape: tuple[int, ...]  # shape after the broadcast, (N, ...)
     dimensions: tuple[int, ...]  # for each axis of `operand`, its axis in `shape`
 
     def row(self) -> jax.Array:
@@ -34,10 +34,10 @@ class Repeated(NamedTuple):
 
 
 class InitialLeaf(NamedTuple):
-    """A client-side leaf [N, ...] of the initial state. Exactly one field is not None."""
+    """A client-side leaf [N, ...] of the initial state. One field is set, the others are None."""
 
-    row: np.ndarray | None  # the row of every client
-    argument: int | None  # index of the leaf of `init`'s arguments that it is equal to
+    row: np.ndarray | None  # the row, if it is the same for all clients
+    argument: int | None  # index of an equal leaf of the arguments of `init`
     all_rows: np.ndarray | None  # [N, ...]
 
 
@@ -110,9 +110,9 @@ def _expand(value: Any) -> Any:
 
 
 def _operation(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Returns the results of a jaxpr equation; a broadcast to all clients stays `Repeated`.
+    """Computes an equation of a jaxpr on arrays and `Repeated` values. Returns its results.
 
-    The operands are arrays or `Repeated`.
+    A broadcast to all clients becomes `Repeated`, and stays so where possible.
     """
     arrays = [_expand(operand) for operand in operands]
     is_broadcast = equation.primitive.name == "broadcast_in_dim" and len(arrays) == 1

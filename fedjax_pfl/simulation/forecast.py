@@ -42,15 +42,15 @@ class Requirement(NamedTuple):
 
     device: int  # on each device
     host: int  # in host memory
-    disk: int
+    disk: int  # on disk
 
 
 class Capacity(NamedTuple):
     """Bytes that a machine has; infinite if unknown."""
 
     device: float  # of each device
-    host: float
-    disk: float
+    host: float  # of host memory
+    disk: float  # of disk space
     has_device_memory: bool  # False if devices use host memory
     devices: int = 1  # devices of this process
 

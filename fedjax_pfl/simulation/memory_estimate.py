@@ -60,7 +60,7 @@ def all_gather_bytes(f: Callable[..., Any], *arguments: Any) -> int:
 
 
 def _bytes(value: Any) -> int:
-    """Returns the bytes of an array or a shape."""
+    """Returns the bytes of an array, or of a shape with a dtype."""
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         return 8 * math.prod(value.shape)
     return int(np.dtype(value.dtype).itemsize) * math.prod(value.shape)

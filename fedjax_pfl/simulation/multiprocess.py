@@ -21,7 +21,7 @@ PyTree = Any
 
 
 class AgreedError(UsageError):
-    """A UsageError that all processes raise."""
+    """A UsageError that every process of the run raises, with the same message."""
 
 
 _TIMEOUT = 2**31 - 1  # milliseconds; JAX's heartbeat reports a process that has died

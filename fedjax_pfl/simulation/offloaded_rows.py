@@ -29,10 +29,14 @@ def split_state(algorithm: Algorithm, state: State) -> tuple[State, tuple[PyTree
 
 
 class PartSource:
-    """Reads one offloaded field of `State.rows` from a store. Implements `offload.Source`."""
+    """An offloaded field of `State.rows` in a store. Implements `offload.Source`.
+
+    Args:
+      g: Index of the field's rows in `clients.groups`.
+      clients: The store; it may be replaced later.
+    """
 
     def __init__(self, g: int, clients: ClientStore) -> None:
-        """Reads group `g` of the store `clients`, which can be replaced later."""
         self.g, self.clients = g, clients
 
     def read(self, leaves: Sequence[int], ids: np.ndarray) -> list[np.ndarray]:
@@ -58,10 +62,13 @@ class PendingRows(NamedTuple):
 
 
 class OffloadedRows:
-    """The offloaded parts of a method's rows, as leaves that a program can read and write."""
+    """The offloaded parts of a method's rows, as leaves that a program can read and write.
+
+    Args:
+      clients: The store. `set_clients` replaces it by another one of the same layout.
+    """
 
     def __init__(self, clients: ClientStore) -> None:
-        """Reads from a store; `set_clients` replaces it by another one of the same layout."""
         count = len(clients.groups) - len(clients.offload)
         self.sources = {
             name: PartSource(g, clients) for g, name in enumerate(clients.offload, count)

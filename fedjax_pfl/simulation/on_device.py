@@ -17,10 +17,14 @@ class DeviceProgram:
 
     State is on every device, or spread over the devices by client. In a sweep, arrays of states and
     results have the runs on axis 0.
+
+    Args:
+      rounds: The compiled rounds.
+      key: Random key of the run, or the `Points` of a sweep.
+      data: Examples of all clients.
     """
 
     def __init__(self, rounds: CompiledRounds, key: Any, data: FederatedData) -> None:
-        """Puts the run's key, or the `Points` of a sweep, and all examples on the devices."""
         self.rounds, (self.key, self.data) = rounds, rounds.place((key, data))
         self._run: Any = rounds.run
         self._evaluate: Any = rounds.evaluate

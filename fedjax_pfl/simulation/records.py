@@ -37,9 +37,9 @@ class Evaluation(NamedTuple):
     `after` is None if not requested. With `validate_after`, `validation` is of the same model.
     """
 
-    before: local_training.Scores  # test examples, personalised model
-    validation: local_training.Scores  # validation examples, personalised model
-    after: local_training.Scores | None  # test examples, after one more local training
+    before: local_training.Scores  # on test examples, by the personalised model
+    validation: local_training.Scores  # on validation examples, by the personalised model
+    after: local_training.Scores | None  # on test examples, after one more local training
 
 
 class Slots(NamedTuple):
@@ -52,7 +52,7 @@ class Slots(NamedTuple):
 class CohortBatch(NamedTuple):
     """Sampled clients of an architecture group with their inputs, in K slots."""
 
-    slots: Slots
+    slots: Slots  # ids, and which slots are used
     places: jax.Array  # int32 [K]: index of each client in `data`
     data: FederatedData  # of all clients, or of these
     clients: PyTree  # client-side state, leaves [K, ...]
@@ -72,11 +72,11 @@ class RoundSpec(NamedTuple):
     cohort: int  # number of clients sampled in a round
     max_rounds: int  # most rounds in one call
     dropout: Any  # probability that a sampled client never returns its update
-    max_update_norm: Any  # larger updates are rejected; None: no limit
+    max_update_norm: Any  # updates with a larger norm are rejected; None: no limit
     evaluate_after: bool  # also score models after one more local training
-    validate_after: bool  # score validation examples with those models
+    validate_after: bool  # validation uses the models after that training
     evaluated_ids: np.ndarray | None  # None: all clients
-    count_confusion: bool  # on the test examples
+    count_confusion: bool  # count confusion matrices on the test examples
     chunk: int  # number of clients that are vmapped together on a device
     mesh: Any  # devices over which clients are spread; None: one device
     is_spread: bool  # server-side rows and client-side state are spread over the mesh
@@ -117,8 +117,8 @@ class CompiledRounds(NamedTuple):
     init: Any  # Any: compiled functions also have `lower`
     run: Any
     evaluate: Any
-    place: Callable[[PyTree], PyTree]  # puts a tree on the devices of the rounds
-    enter: Callable[[State], State]  # puts a state there in the form that `run` takes
+    place: Callable[[PyTree], PyTree]  # copies a tree to the devices of the rounds
+    enter: Callable[[State], State]  # copies a state to them, in the form that `run` takes
     everywhere: Any  # sharding of trees that `place` returns, for `jax.jit`
 
 

@@ -341,7 +341,7 @@ def _run_group(
 
 
 def _send(member: Algorithm, shared: SharedInputs, slot: Slot) -> PyTree:
-    """Returns the payload of a client whose group has the algorithm `member`."""
+    """Returns the payload of the client in `slot`; `member` is the algorithm of its group."""
     key, state, _, t = shared
     return member.send(
         state, ClientContext(i=slot.i, data=None, t=t, key=stage_key(key, SEND, t, slot.i))
@@ -353,7 +353,11 @@ def _train(
 ) -> ClientOutcome:
     """Trains one client, checks its update and counts its bytes.
 
-    `member` is the algorithm of its group. Nothing reads the state in `shared`.
+    Args:
+      spec: Facts about the rounds.
+      member: Algorithm of the client's group.
+      shared: Inputs that all clients share; its state is not read.
+      slot_and_payload: The client and its download.
     """
     (key, _, data, t), (slot, payload) = shared, slot_and_payload
     i = slot.i

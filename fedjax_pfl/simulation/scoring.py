@@ -104,9 +104,9 @@ def _zero_unless(present: jax.Array, scores: Evaluation) -> Evaluation:
 def _served(
     spec: RoundSpec, member: Algorithm, shared: SharedInputs, item: Item
 ) -> tuple[PyTree, PyTree]:
-    """Returns a client's personalised model, and the download for one more local training.
+    """Returns a client's personalised model, and its download for one more local training.
 
-    The latter is None if models are not evaluated after local training. `member` is the algorithm
+    The download is None if models are not evaluated after local training. `member` is the algorithm
     of the client's group.
     """
     (key, state, data, t), (i, place, client) = shared, item

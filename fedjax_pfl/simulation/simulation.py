@@ -35,12 +35,12 @@ from fedjax_pfl.simulation.streamed import StreamedProgram
 class RoundLog(NamedTuple):
     """Record of one round. Arrays have one entry per sampled client."""
 
-    ids: np.ndarray  # int32 [K]
+    ids: np.ndarray  # int32 [K]: client ids
     arrived: np.ndarray  # bool [K]: the server used the client's update
     rejected: np.ndarray  # bool [K]: the update was not finite, or too large
-    metrics: dict[str, np.ndarray]  # float [K] each, NaN for clients without an update
-    bytes_down_by_layer: dict[str, int]  # sums over the clients, by name of the layer
-    bytes_up_by_layer: dict[str, int]
+    metrics: dict[str, np.ndarray]  # training metrics, float [K] each; NaN without an update
+    bytes_down_by_layer: dict[str, int]  # sum over the clients, by layer
+    bytes_up_by_layer: dict[str, int]  # uploaded, otherwise the same
 
     @property
     def loss(self) -> float:
@@ -66,13 +66,30 @@ class Evaluation(NamedTuple):
     are NaN for clients without examples.
     """
 
-    before: Any  # test examples, the model as it is served
-    after: Any  # test examples, after one more local training; None if not requested
-    validation: Any  # validation examples, the model as it is served
+    before: Any  # scores on test examples of the model as it is served
+    after: Any  # the same after one more local training, or None
+    validation: Any  # scores on validation examples of the served model
 
 
 class Simulation:
-    """Compiled rounds of one method on the clients of one partition."""
+    """Compiled rounds of one method on the clients of one partition.
+
+    Nothing is compiled before the first call.
+
+    Args:
+      method: From a factory such as `fedjax_pfl.fedper`, or your own `Algorithm`.
+      data: From `fedjax_pfl.partition`.
+      clients_per_round: Number of clients sampled in each round. Default: all.
+      seed: Decides everything random in training.
+      dropout: Probability that a sampled client never returns its update.
+      max_update_norm: Updates with a larger norm are rejected. Default: updates that are not
+        finite, or whose squared norm is not.
+      evaluate_after: Whether `evaluate` also scores each model after one more local training.
+      store: Where client state is kept: "device", "sharded" over devices, "host" memory or "disk".
+      folder: Folder for store="disk". Default: a temporary one.
+      devices: Number of devices. Default: all; on a CPU at most one per sampled client.
+      chunk: Clients that are trained at the same time on a device. Default: 1 on a CPU, else all.
+    """
 
     def __init__(
         self,
@@ -89,24 +106,6 @@ class Simulation:
         devices: int | None = None,
         chunk: int | None = None,
     ) -> None:
-        """Prepares the simulation; nothing is compiled before the first call.
-
-        Args:
-          method: From a factory such as `fedjax_pfl.fedper`, or your own `Algorithm`.
-          data: From `fedjax_pfl.partition`.
-          clients_per_round: Number of clients sampled in each round. Default: all.
-          seed: Decides everything random in training.
-          dropout: Probability that a sampled client never returns its update.
-          max_update_norm: Updates with a larger norm are rejected. Default: updates that are not
-            finite, or whose squared norm is not.
-          evaluate_after: Whether `evaluate` also scores each model after one more local training.
-          store: Where client state is kept: "device", "sharded" over devices, "host" memory or
-            "disk".
-          folder: Folder for store="disk". Default: a temporary one.
-          devices: Number of devices. Default: all; on a CPU at most one per sampled client.
-          chunk: Clients that are trained at the same time on a device. Default: 1 on a CPU, else
-            all.
-        """
         _check(method, store)
         self.method = method
         self.examples: FederatedData = data.examples

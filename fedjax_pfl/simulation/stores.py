@@ -30,9 +30,9 @@ _MAX_BUFFERS = 1000  # buffers of one system call
 class RecordLayout(NamedTuple):
     """Layout of a client's arrays in its record, in sequence."""
 
-    structure: Any  # of the tree of arrays
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[np.dtype, ...]
+    structure: Any  # JAX's structure of the tree of arrays
+    shapes: tuple[tuple[int, ...], ...]  # of each array
+    dtypes: tuple[np.dtype, ...]  # of each array
     ends: tuple[int, ...]  # byte at which each array ends
 
     @property
@@ -96,14 +96,14 @@ class _Memory:
         self.blocks: list[np.ndarray] = []
 
     def read(self, slots: np.ndarray, start: int, end: int) -> np.ndarray:
-        """Returns bytes `start` to `end` of the records in the given slots."""
+        """Returns bytes `start` to `end` of the records in `slots` [K], uint8 [K, end - start]."""
         records = np.empty((len(slots), end - start), np.uint8)
         for block, selected, offsets in self._by_block(slots):
             records[selected] = block[offsets, start:end]
         return records
 
     def write(self, slots: np.ndarray, columns: Sequence[np.ndarray]) -> None:
-        """Writes records, given as columns of bytes, to slots."""
+        """Writes the records of `slots` [K], given as consecutive parts, uint8 [K, bytes]."""
         for _ in range(len(self.blocks), 1 + int(slots.max()) // self.block_length):
             self.blocks.append(np.empty((self.block_length, self.size), np.uint8))
         for block, selected, offsets in self._by_block(slots):
@@ -133,7 +133,7 @@ class _File:
             os.unlink(path)
 
     def read(self, slots: np.ndarray, start: int, end: int) -> np.ndarray:
-        """Returns bytes `start` to `end` of the records in the given slots."""
+        """Returns bytes `start` to `end` of the records in `slots` [K], uint8 [K, end - start]."""
         records = np.empty((len(slots), end - start), np.uint8)
         for n, slot in enumerate(slots.tolist()):
             buffer, position = memoryview(records[n]), 0
@@ -146,7 +146,7 @@ class _File:
         return records
 
     def write(self, slots: np.ndarray, columns: Sequence[np.ndarray]) -> None:
-        """Writes records, given as columns of bytes, to slots."""
+        """Writes the records of `slots` [K], given as consecutive parts, uint8 [K, bytes]."""
         columns = columns if len(columns) <= _MAX_BUFFERS else [np.concatenate(columns, 1)]
         with _writable(None):
             for n, slot in enumerate(slots.tolist()):
@@ -173,17 +173,18 @@ def _writable(folder: Path | None) -> Iterator[None]:
 
 
 class RowStore:
-    """Per-client arrays of one architecture group, or of one offloaded field of `State.rows`."""
+    """Per-client arrays of one architecture group, or of one offloaded field of `State.rows`.
+
+    Starts with the same arrays for every client.
+
+    Args:
+      first: Arrays of one client.
+      clients: Number of clients.
+      store: "host" or "disk".
+      folder: Folder of the file for "disk". Default: the folder of temporary files.
+    """
 
     def __init__(self, first: PyTree, clients: int, store: str, folder: Path | None = None) -> None:
-        """Creates a store in which every client has the same arrays.
-
-        Args:
-          first: Arrays of one client.
-          clients: Number of clients.
-          store: "host" or "disk".
-          folder: Folder of the file for "disk". Default: the folder of temporary files.
-        """
         self.layout = record_layout(first)
         row = self.layout.pack(jax.tree.map(lambda leaf: np.asarray(leaf)[None], first))
         self.first = row.reshape(1, self.layout.size)  # also if there are no arrays
@@ -257,18 +258,16 @@ class ClientStore:
     """Off-device storage of `State.clients` and of the offloaded parts of `State.rows`.
 
     The argument `g` of the methods is an index into `groups`.
+
+    Args:
+      groups: Rows of each architecture group, then of each offloaded part.
+      has_groups: True if `State.clients` is a tuple of groups.
+      offload: Names of the offloaded parts of `State.rows`.
     """
 
     def __init__(
         self, groups: Sequence[RowStore], has_groups: bool, offload: Sequence[str] = ()
     ) -> None:
-        """Combines stores of rows.
-
-        Args:
-          groups: Rows of each architecture group, then of each offloaded part.
-          has_groups: True if `State.clients` is a tuple of groups.
-          offload: Names of the offloaded parts of `State.rows`.
-        """
         self.groups, self.has_groups, self.offload = tuple(groups), has_groups, tuple(offload)
         self.best: Snapshot | None = None  # the state of an earlier round
         self.saved: Any = None  # files of the last checkpoint
@@ -276,7 +275,10 @@ class ClientStore:
     def records(
         self, g: int, ids: np.ndarray, start: int = 0, end: int | None = None
     ) -> np.ndarray:
-        """Returns bytes `start` to `end` of some clients' records, uint8 [K, end - start]."""
+        """Returns bytes `start` to `end` of some clients' records, uint8 [K, end - start].
+
+        Default: whole records. `ids` are client ids [K], `g` is an index into `groups`.
+        """
         return self.groups[g].records(ids, start, end)
 
     def write(self, g: int, ids: np.ndarray, rows: PyTree) -> None:
@@ -343,10 +345,13 @@ class ClientStore:
 
 
 class Snapshot(ClientStore):
-    """A past state of a `ClientStore`. Holds the clients' records that have changed since."""
+    """The state of a `ClientStore` at its creation. Holds the records that have changed since.
+
+    Args:
+      current: The store.
+    """
 
     def __init__(self, current: ClientStore) -> None:
-        """Creates a snapshot of the present state of the store `current`."""
         groups = [rows.empty_copy() for rows in current.groups]
         super().__init__(groups, current.has_groups, current.offload)
         self.current = current

@@ -38,7 +38,7 @@ class _StoredLeaf:
 class FetchedCohort(NamedTuple):
     """K clients of a group to train or evaluate, with their records at the time of fetching."""
 
-    slots: Slots  # NumPy
+    slots: Slots  # NumPy arrays
     data: FederatedData  # of these clients, on the devices
     records: np.ndarray  # client-side state, uint8 [K, bytes]; see `stores.RecordLayout`
 
@@ -47,6 +47,15 @@ class StreamedProgram:
     """Rounds of a phase whose clients and examples are on the host or on disk.
 
     Has the same methods as `DeviceProgram`.
+
+    Args:
+      functions: Rounds of the method.
+      key: Random key of the run.
+      data: Examples of all clients.
+      mesh: The devices. Default: one device.
+      end: Index after the last round; no cohort is fetched from there on. Default: no end.
+      store: "host" or "disk".
+      folder: Folder of the files for "disk".
     """
 
     def __init__(
@@ -60,17 +69,6 @@ class StreamedProgram:
         store: str = "host",
         folder: Path | None = None,
     ) -> None:
-        """Prepares the programs; nothing is compiled.
-
-        Args:
-          functions: Rounds of the method.
-          key: Random key of the run.
-          data: Examples of all clients.
-          mesh: The devices. Default: one device.
-          end: Index after the last round; no cohort is fetched from there on. Default: no end.
-          store: "host" or "disk".
-          folder: Folder of the files for "disk".
-        """
         self.functions, self.spec = functions, functions.spec
         everywhere = NamedSharding(mesh, PartitionSpec()) if mesh else None
         self.place: Callable[..., Any] = partial(jax.device_put, device=everywhere)
@@ -203,7 +201,7 @@ class StreamedProgram:
         return stores
 
     def compile(self, state: State, t: int) -> None:
-        """Compiles training and evaluation, with the cohort of round `t` of a state like this."""
+        """Compiles training and evaluation for states like `state`, by the cohort of round `t`."""
         shared, number = state._replace(clients=()), self._number(t)
         cohort_batches = self._batches(state.clients, self._next_cohort(state.clients, t))
         self.train = self.train.lower(self.key, shared, cohort_batches, number).compile()
@@ -314,7 +312,7 @@ class StreamedProgram:
         return score(key, shared._replace(rows=rows), batch, t)
 
     def _read_from(self, clients: ClientStore) -> OffloadedRows:
-        """Makes programs read offloaded rows from this store; returns these rows."""
+        """Makes the compiled programs read offloaded rows from `clients`; returns these rows."""
         assert self.offloaded_rows is not None
         self.offloaded_rows.set_clients(clients)
         return self.offloaded_rows

@@ -13,7 +13,12 @@ from fedjax_pfl.simulation.rounds import compile_rounds
 
 
 class SeparateRunsError(UsageError):
-    """Error: one program cannot compute runs with several values of the settings `names`."""
+    """Error: one program cannot compute runs that differ in some settings.
+
+    Args:
+      names: The settings.
+      message: Text for the user.
+    """
 
     def __init__(self, names: Sequence[str], message: str) -> None:
         super().__init__(message)

@@ -68,10 +68,10 @@ def split_of(counts: np.ndarray, first: int, width: int, filler: int) -> tuple[S
 def vectors(
     *, clients: int = CLIENTS, extra: int = 0, filler: int = 0, seed: int = 0, **changes: Any
 ) -> tuple[FederatedData, Federation]:
-    """Returns data and federation with learnable vectors of three classes.
+    """Returns data and federation of at most 6 clients with vectors of three classes.
 
     Args:
-      clients: Number of clients, at most 6; the first ones, with the same examples.
+      clients: Number of clients. They are always the first ones, with the same examples.
       extra: Columns of padding after the longest client's examples.
       filler: Row of the examples that the padding refers to.
       seed: Seed of the examples.

@@ -52,8 +52,8 @@ def make_key() -> jax.Array:
 class World(NamedTuple):
     """The data of a federation like `example.vectors`, and the same with other padding."""
 
-    data: FederatedData
-    federation: Federation
+    data: FederatedData  # examples of all clients
+    federation: Federation  # facts about the clients
     wide: FederatedData  # with nine more columns of padding for every client
     refilled: FederatedData  # with other values in the padding
 
@@ -73,10 +73,10 @@ def make_world(federated: Callable[..., tuple[FederatedData, Federation]]) -> Wo
 class Subject:
     """A method on a small federation, and the programs and results that its rules share."""
 
-    name: str  # the method's, for messages
+    name: str  # name of the method, for messages
     make: Callable[..., Algorithm]  # federation -> Algorithm
-    world: World
-    rows_of_absent_clients_change: bool = False  # server-side rows, by design
+    world: World  # the federation
+    rows_of_absent_clients_change: bool = False  # if so, this is not tested
 
     @cached_property
     def algorithm(self) -> Algorithm:
@@ -102,7 +102,7 @@ class Subject:
     def run(self, n: int, t: int = 0, state: Any = None, data: Any = None) -> tuple[State, Log]:
         """Runs rounds t to t + n - 1. Returns the state and their log, in NumPy.
 
-        Without `state` they start from the initial state; without `data`, on the world's.
+        Default of `state`: the initial state; of `data`: that of the world.
         """
         state = self.rounds.init(make_key()) if state is None else self.rounds.place(state)
         data = self.world.data if data is None else data
@@ -126,7 +126,10 @@ class Subject:
 
     @cached_property
     def client_round(self) -> Callable[..., Any]:
-        """Returns (state, data, i, t) -> (payload, upload, client-side state), compiled once."""
+        """Returns a compiled function that sends to one client and trains it.
+
+        It maps (state, data, i, t) to (payload, upload, client-side state).
+        """
 
         def send_and_train(state: State, data: Any, i: jax.Array, t: jax.Array) -> Any:
             server_state = state._replace(clients=())

@@ -42,7 +42,7 @@ class Client(NamedTuple):
     """Client-side state of the method, and the compression error of the last upload."""
 
     method: PyTree  # client-side state of the method
-    lost: PyTree  # compression error, of the upload's structure; () without feedback
+    lost: PyTree  # compression error, in the structure of the upload, or ()
 
 
 def leaf_bytes(size: int, bits: int | None, top_k: float | None) -> int:
@@ -176,7 +176,10 @@ def _compressed_traffic(
 
 
 def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transform | None:
-    """Returns the transform, or None if upload_bits and upload_top_k are unset."""
+    """Returns the transform, or None if upload_bits and upload_top_k are unset.
+
+    `value_of` returns the value of a setting by its name.
+    """
     bits, top_k = value_of("upload_bits"), value_of("upload_top_k")
     if bits is None and top_k is None:
         return None

@@ -145,7 +145,10 @@ def private_layers(
 
 
 def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transform | None:
-    """Returns the transform for the last layer, or None if keep_head is False."""
+    """Returns the transform, or None if the setting keep_head is False.
+
+    `value_of` returns the value of a setting by its name.
+    """
     if not value_of("keep_head"):
         return None
     return private_layers(context.model, context.federation, context.data, {context.model.head})

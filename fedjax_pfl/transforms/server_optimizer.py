@@ -41,10 +41,10 @@ class Server(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Running moments of the changes Δ: the method's new parameters minus the old ones."""
+    """Running moments of Δ, the method's new parameters minus the old ones, in their structure."""
 
-    m: PyTree  # first moment
-    v: PyTree  # second moment, from Δ²
+    m: PyTree  # first moment: running mean of Δ
+    v: PyTree  # second moment: running mean of Δ², or a variant of it
 
 
 def adaptive(
@@ -199,7 +199,10 @@ _setting = partial(Setting, roles=_HYPERPARAMETER)
 
 
 def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transform | None:
-    """Returns the transform, or None if the setting server_optimizer is mean."""
+    """Returns the transform, or None if the setting server_optimizer is mean.
+
+    `value_of` returns the value of a setting by its name.
+    """
     create = context.registry["server_optimizer"][value_of("server_optimizer")]
     optimizer = create(value_of)
     return None if optimizer is None else server_optimizer(context.data, optimizer)

@@ -23,22 +23,26 @@ Transform = Callable[[Algorithm], Algorithm]
 
 
 class TransformContext(NamedTuple):
-    """Network, federation and data of a phase, from which a transform is made."""
+    """Network, federation and data of a phase, from which a transform is made.
 
-    model: Any  # of the first architecture group
+    `registry` has factories by setting and value, such as registry["server_optimizer"]["adam"].
+    """
+
+    model: Any  # network of the first architecture group
     federation: Federation
     data: FederatedData  # only its shapes matter
-    # Factories by setting and value, such as registry["server_optimizer"]["adam"]
     registry: Mapping[str, Mapping[str, Any]]
 
 
 class Selectable(NamedTuple):
-    """A transform that settings can select."""
+    """A transform that settings can select.
+
+    make  (value_of, context) -> the transform, or None if the settings do not select it.
+          `value_of` returns the value of a setting by its name.
+    """
 
     title: str  # heading under which its settings are listed
-    settings: Mapping[str, Setting]  # by name
-    # (value_of, context) -> the transform, or None if the settings do not select it
-    # `value_of`: name of a setting -> its value
+    settings: Mapping[str, Setting]  # its settings, by name
     make: Callable[[Callable[[str], Any], TransformContext], Transform | None]
 
 
@@ -46,9 +50,9 @@ class RoundShapes(NamedTuple):
     """Shapes and dtypes of one client's round."""
 
     state: State  # of all clients, before the round
-    payload: PyTree
-    upload: PyTree
-    variables: PyTree  # of the model that the client trained
+    payload: PyTree  # download
+    upload: PyTree  # upload
+    variables: PyTree  # variables of the model that the client trained
 
 
 def round_shapes(algorithm: Algorithm, data: FederatedData) -> RoundShapes:

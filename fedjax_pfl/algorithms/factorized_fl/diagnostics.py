@@ -15,7 +15,10 @@ _PLAIN_MEAN = 0.99  # omega is the plain mean if it mixes more than this share o
 
 
 def diagnostics(method: str) -> dict[str, Diagnostic]:
-    """Returns the diagnostics by name. Warnings name settings of `method`."""
+    """Returns the diagnostics of Factorized-FL by name.
+
+    `method` is the name of the method, whose settings the warnings name.
+    """
     return {
         "peers": Diagnostic(
             meaning="effective number of models that a client mixes: the exponential of the "

@@ -42,8 +42,8 @@ class Penalty(NamedTuple):
     """Penalty on μ, and which entries of μ are pruned."""
 
     gradient: float  # λ in the gradient of λ ‖μ‖₁
-    least: float  # smaller entries are pruned for evaluation and for the traffic count
-    pruned_travel: bool = False  # prune them before download and upload too
+    least: float  # entries with a smaller magnitude are 0 in evaluation and traffic
+    pruned_travel: bool = False  # prune μ before download and upload too
 
 
 def body_layers(net: Factorized) -> list[str]:

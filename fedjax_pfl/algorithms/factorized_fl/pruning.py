@@ -13,7 +13,10 @@ from fedjax_pfl.core.local_training import Gradient
 
 
 def with_l1(loss_gradient: Gradient, penalty: Any) -> Gradient:
-    """Returns a gradient function that adds penalty · sign(μ); its reported loss has no penalty."""
+    """Returns `loss_gradient` with penalty · sign(μ), the gradient of an L1 penalty, added.
+
+    It has the signature of `loss_gradient`. The loss that it reports is without the penalty.
+    """
 
     def add(g: jax.Array, mu: jax.Array) -> jax.Array:
         return g + penalty * jnp.sign(mu)
@@ -26,7 +29,10 @@ def with_l1(loss_gradient: Gradient, penalty: Any) -> Gradient:
 
 
 def _on_mu(f: Any, tree: PyTree, *more_trees: PyTree) -> PyTree:
-    """Applies f to every leaf named `mu` and its counterparts; keeps the other leaves of `tree`."""
+    """Returns `tree` with f(leaf, its counterparts in `more_trees`) for every leaf named `mu`.
+
+    Other leaves stay unchanged.
+    """
 
     def apply(path: tuple[Any, ...], leaf: Any, *counterparts: Any) -> Any:
         return f(leaf, *counterparts) if path[-1] == jax.tree_util.DictKey("mu") else leaf

@@ -51,14 +51,14 @@ REFERENCES = ("start", "last")
 class Rows(NamedTuple):
     """State that the server keeps for each client, stacked over clients."""
 
-    models: PyTree  # leaves of shape [N, ...], as last uploaded
+    models: PyTree  # each client's last uploaded model, leaves [N, ...]
     affinity: jax.Array  # [N, N]; entry (i, j) sums the weights that client i gave to client j
 
 
 class Client(NamedTuple):
     """State kept on the client between rounds."""
 
-    start: PyTree  # the θ of its last round; () if reference is "last"
+    start: PyTree  # θ before its last local training; () if the setting reference is "last"
     momentum: PyTree  # state of the local optimiser; () if clients do not keep it
 
 

@@ -54,7 +54,7 @@ class Correlation(nn.Module):
     network: Any  # φx is a copy of it with d outputs
     layout: tuple[int, ...]  # number of blocks in each layer of the modular network
     clients: int  # number of clients K
-    size: int = 128  # d, the length of both embeddings
+    size: int = 128  # d, the length of an embedding by φx or φy
 
     def setup(self) -> None:
         """Defines φx, a network like an encoder, and φy, a linear map of the one-hot label."""
@@ -97,10 +97,10 @@ class Gates(nn.Module):
 
 
 class Statistics(nn.Module):
-    """Running averages over clients' signatures, in `batch_stats`, which standardise a signature.
+    """Running averages of clients' signatures, in `batch_stats`, which standardise a signature.
 
-    They are the mean of r, of its outer product and of its variance by chance. Clients move them
-    (`averaged`), the server averages them.
+    They are the mean of r, of r rᵀ and of the variance of r by chance. A client moves them towards
+    its own signature (`averaged`); the server averages the results.
     """
 
     clients: int  # number of clients K

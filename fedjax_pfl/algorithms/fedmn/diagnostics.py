@@ -42,7 +42,10 @@ def _gate_bits(pi: np.ndarray) -> float:
 
 
 def diagnostics(advice: str = "") -> dict[str, Diagnostic]:
-    """Returns the diagnostics by name; `advice` ends the warning that all have the same route."""
+    """Returns the diagnostics of FedMN by name.
+
+    `advice` is text at the end of the warning that all clients have the same route.
+    """
     return {
         "routes": Diagnostic(
             meaning="number of different routes of clients that have trained; a route is the set "

@@ -27,12 +27,12 @@ class Modular(nn.Module):
     """
 
     network: Any  # encoders are copies of it
-    outputs: int = 10
+    outputs: int = 10  # number of classes or targets
     layout: tuple[int, ...] = (2, 2, 2)  # number of blocks in each layer
     width: int = 512  # outputs of an encoder
     hidden: int = 256  # outputs of a block between the first and the last layer
     dropout: float = 0.5  # rate, on the outputs of those blocks
-    trimmed: bool = False  # blocks that do not reach the output, encoders too, are not held
+    trimmed: bool = False  # clients hold no block, or encoder, without a way to the output
 
     @nn.compact
     def __call__(
@@ -64,8 +64,8 @@ class Modular(nn.Module):
     def _between_held(self, gates: jax.Array) -> list[jax.Array]:
         """Returns the gates [E] as a matrix [n_{l+1}, n_l] for each layer of n_l blocks.
 
-        Gates are 0 where the client does not hold both blocks; the last matrix is [1, n_L].
-        A gate between two blocks that it holds keeps its value and gradient, closed or open.
+        A gate is 0 unless the client holds both of its blocks. Other gates keep their values and
+        gradients, whether open or closed. The last matrix, to the output, is [1, n_L].
         """
         present = [*router.present(gates, self.layout, self.trimmed), jnp.ones((1, 1), bool)]
         sides = zip(router.cut(gates, self.layout), present[:-1], present[1:], strict=True)

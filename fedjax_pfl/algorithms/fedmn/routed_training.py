@@ -36,11 +36,11 @@ from fedjax_pfl.networks.user_defined import UserNetwork
 
 
 class Client(NamedTuple):
-    """State kept on the client between rounds."""
+    """State kept on the client between rounds. E is the number of gates."""
 
-    pi: jax.Array  # [E], probabilities that gates open in its last round; 0 before the first
-    gates: jax.Array  # [E], gates sampled in that round
-    momentum: list[PyTree]  # [network's, router's] optimiser state; () each if not kept
+    pi: jax.Array  # [E]; probability that a gate opens, in its last round; 0 before
+    gates: jax.Array  # [E]; gates sampled in that round, 0 (closed) to 1 (open)
+    momentum: list[PyTree]  # optimiser states of network and router; () if not kept
 
 
 def check_routing(

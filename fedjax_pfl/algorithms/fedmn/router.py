@@ -27,11 +27,13 @@ Pullback = Callable[[jax.Array], PyTree]  # cotangent [E] -> gradient in ψ's pa
 
 
 class Routing(NamedTuple):
-    """Functions that compute the logits of a client's gates from its data and ψ, the router."""
+    """Functions that compute the logits of a client's gates from its data and ψ, the router.
+
+    route  (ψ, ctx) -> (ψ with statistics updated by the client, logits [E], their pullback).
+    """
 
     init: Callable[..., PyTree]  # (key, x [B, ...], one-hot y [B, C]) -> variables ψ
     logits: Callable[[PyTree, ClientData], jax.Array]  # (ψ, one client's data) -> [E]
-    # (ψ, ctx) -> ψ with statistics updated by the client, logits [E] and their pullback
     route: Callable[[PyTree, ClientContext], tuple[PyTree, jax.Array, Pullback]]
     frozen: tuple[str, ...] = ()  # modules that do not learn; sent in a client's first round
 
@@ -40,8 +42,8 @@ class Router(nn.Module):
     """Computes h([φx(x), φy(y)]) for each example: one number per gate.
 
     φx is a network with `x_size` outputs, φy a linear map of the one-hot label (or of the targets
-    of a regression). Their concatenation is normalised to length 1 for each example. The logits of
-    a client are the mean over its examples.
+    of a regression), h a linear layer. The concatenation is normalised to length 1 for each
+    example. The logits of a client are the mean over its examples.
     """
 
     network: Any  # φx is a copy of it
@@ -60,7 +62,10 @@ class Router(nn.Module):
 
 
 def concatenated(router: Router, outputs: int, size: int) -> Routing:
-    """Returns the paper's routing, (10), for `outputs` classes, with data in batches of `size`."""
+    """Returns the paper's routing, Eq. (10), by a `router` of concatenated embeddings.
+
+    The data has `outputs` classes and is read in batches of `size` examples.
+    """
 
     def logits_of(psi: PyTree, data: ClientData) -> jax.Array:
         return logits(router, psi, data, outputs, size)
@@ -133,7 +138,10 @@ def paths(layout: Layout) -> int:
 
 
 def cut(vector: jax.Array, layout: Layout) -> list[jax.Array]:
-    """Splits [E] into a matrix [n_{l+1}, n_l] for every layer, [1, n_L] for the last."""
+    """Splits one number per gate, [E], into a matrix [n_{l+1}, n_l] for every layer of n_l blocks.
+
+    The matrix of the last layer is [1, n_L].
+    """
     matrices, first = [], 0
     for before, after in zip(layout, (*layout[1:], 1), strict=True):
         matrices.append(vector[first : first + before * after].reshape(after, before))
@@ -182,7 +190,10 @@ def sample(logits: jax.Array, noise: jax.Array, tau: Any, layout: Layout, hard: 
 
 
 def decide(logits: jax.Array, layout: Layout) -> jax.Array:
-    """Returns which gates have a logit > 0, bool [E]; opens the likeliest path if none is open."""
+    """Returns which gates are open, bool [E]: those with a logit above 0.
+
+    If no path leads to the output, those of the likeliest path are open too.
+    """
     above = logits > 0
     reached, _ = connected(above, layout)
     return above | (~reached[-1][0, 0] & _likeliest(jax.nn.log_sigmoid(logits), layout))
@@ -220,16 +231,16 @@ def present(gates: jax.Array, layout: Layout, trimmed: bool = False) -> list[jax
 
 
 def active(gates: jax.Array, layout: Layout, trimmed: bool = False) -> jax.Array:
-    """Returns the blocks behind the encoders that a client holds, bool [blocks].
+    """Returns which blocks after the encoders a client holds, bool [blocks]: a_m of section II-E.
 
-    This is a_m of section II-E. If `trimmed` the encoders come first: see `present`.
+    If `trimmed`, the encoders come first in the result: see `present`.
     """
     layers = present(gates, layout, trimmed)
     return jnp.concatenate([layer[0] for layer in layers[0 if trimmed else 1 :]])
 
 
 def _likeliest(score: jax.Array, layout: Layout) -> jax.Array:
-    """Returns the gates of the path to the output with the largest sum of scores [E], bool [E]."""
+    """Returns bool [E], True for the gates of the path with the largest sum of `score` [E]."""
     matrices, best_ahead = cut(score, layout), [jnp.zeros(1)]
     for m in reversed(matrices):
         best_ahead.insert(0, jnp.max(m + best_ahead[0][:, None], 0))

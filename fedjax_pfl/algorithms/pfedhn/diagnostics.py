@@ -25,7 +25,10 @@ def _moved(observed: Observed) -> Value | None:
 
 
 def diagnostics(method: str) -> dict[str, Diagnostic]:
-    """Returns the diagnostics by name. Warnings name settings of `method`, pfedhn or pfedhn_pc."""
+    """Returns the diagnostics of pFedHN by name.
+
+    `method` is the name, pfedhn or pfedhn_pc, of the method whose settings the warnings name.
+    """
     return {
         "spread": Diagnostic(
             meaning="distance of generated models from their mean, relative to its norm; mean over "

@@ -24,8 +24,8 @@ class Linear(nn.Module):
     collection `spectral`. The gradient treats v as a constant; `advance` updates it.
     """
 
-    outputs: int
-    bias: bool = True
+    outputs: int  # length of the result
+    bias: bool = True  # whether to add b
     spectral_norm: bool = False  # divide K by its largest singular value
 
     @nn.compact

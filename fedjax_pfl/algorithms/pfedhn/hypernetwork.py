@@ -37,7 +37,7 @@ class Server(NamedTuple):
 
     phi: PyTree  # parameters of the hypernetwork, φ
     spectral: PyTree  # vectors of the power iteration; empty without spectral normalisation
-    moments: PyTree  # optimiser state, over φ and all embeddings
+    moments: PyTree  # state of the server's optimiser, for φ and all embeddings
 
 
 class Rows(NamedTuple):
@@ -50,7 +50,7 @@ class Client(NamedTuple):
     """Client-side state."""
 
     personal: PyTree  # variables that are not generated: BatchNorm statistics, in PC the head
-    momentum: dict[str, PyTree]  # optimiser state of the parts of the model that keep it
+    momentum: dict[str, PyTree]  # optimiser state of the layers "generated" and "kept" here
 
 
 def build_algorithm(
@@ -65,8 +65,11 @@ def build_algorithm(
     """Builds pFedHN, or pFedHN-PC if `head_is_local`, with one hypernetwork for all networks.
 
     Args:
-      name: The method's name, for messages.
+      name: Name of the method, for messages.
       models: A network, or a tuple with one for each group of clients.
+      training: Local training.
+      federation: The clients.
+      settings: Settings of the hypernetwork.
       head_is_local: Keep the last layer and its momentum on the client.
     """
     check_settings(name, settings)

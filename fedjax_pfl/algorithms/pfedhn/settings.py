@@ -13,19 +13,19 @@ from fedjax_pfl.core.errors import MAX_LAYERS, UsageError, require, require_abov
 
 
 class Settings(NamedTuple):
-    """Settings of pFedHN's hypernetwork and of its training, as the arguments of `pfedhn`."""
+    """Settings of pFedHN's hypernetwork and of its training; `pfedhn` describes them in full."""
 
-    rate: float
-    momentum: float
-    weight_decay: float
-    clip_norm: float
-    embedding: int | None
-    fixed: bool
-    width: int
-    depth: int
-    spectral_norm: bool
-    average: bool
-    frozen: bool
+    rate: float  # learning rate of the server's SGD
+    momentum: float  # of the server's SGD
+    weight_decay: float  # of the server's SGD
+    clip_norm: float  # largest norm of the server's gradient
+    embedding: int | None  # length of an embedding; None: 1 + N // 4
+    fixed: bool  # embeddings are class shares and are not trained
+    width: int  # units of each hidden layer; 0: a linear hypernetwork
+    depth: int  # number of hidden layers with ReLU
+    spectral_norm: bool  # divide weight matrices by their largest singular value
+    average: bool  # average the gradients of a round's clients, not add them
+    frozen: bool  # train the embeddings alone
 
 
 def check_settings(name: str, settings: Settings) -> None:
@@ -84,7 +84,7 @@ def class_shares(name: str, federation: Federation) -> np.ndarray:
 
 
 def server_sgd(settings: Settings, active: jax.Array) -> optax.GradientTransformation:
-    """Returns SGD for {"phi": φ, "v": [N, e]} or one of them.
+    """Returns the server's SGD, for parameters {"phi": φ, "v": [N, e]} or one of the two.
 
     Rows of v where `active`, bool [N], is False do not move.
     """

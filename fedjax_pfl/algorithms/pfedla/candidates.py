@@ -17,19 +17,19 @@ _NEVER_COMPARED = -2.0  # less than any cosine
 class CandidateTable(NamedTuple):
     """For each client, the M clients whose models it mixes. The server stores it.
 
-    A column keeps its mixing weights when the client in it is replaced.
+    Each column has its own mixing weight, which stays when another client takes over the column.
     """
 
     client_ids: jax.Array  # int32 [N, M]; includes the client itself
-    similarity: jax.Array  # [N, M]; cosine of the latest updates of the same round; -2 before
+    similarity: jax.Array  # [N, M]; cosine of both updates in their last common round; else -2
 
 
 class MixingInputs(NamedTuple):
     """The stored models that one client mixes."""
 
-    models: PyTree  # parameters, leaves of shape [M, ...], or [N, ...] without a table
+    models: PyTree  # parameters of N models, or of M candidates: [N or M, ...]
     own_column: jax.Array  # int32; index of the client's own model on axis 0
-    allowed: jax.Array  # bool [M] or [N]; models that may get a nonzero weight
+    allowed: jax.Array  # bool [N or M]; models that may get a nonzero weight
 
 
 def check(clients: int, candidates: int | None) -> None:

@@ -48,9 +48,9 @@ def _explain(value: Value) -> str:
 def _of_alpha(
     fraction: Callable[..., float], *, with_previous: bool = False
 ) -> Callable[[Observed], Any]:
-    """Returns a function from an evaluation to fraction(alpha), or None if alpha is missing.
+    """Returns a function from an evaluation to fraction(alpha), or None if it recorded no alpha.
 
-    `with_previous` makes it fraction(alpha, alpha of the previous evaluation).
+    Alpha is [N, L, N]. `with_previous` makes it fraction(alpha, alpha of the previous evaluation).
     """
 
     def value(observed: Observed) -> float | None:

@@ -55,9 +55,9 @@ from fedjax_pfl.core.algorithm import (
 class ServerState(NamedTuple):
     """State that the server keeps for each client, stacked over clients."""
 
-    theta: PyTree  # parameters as last uploaded, leaves of shape [N, ...]
+    theta: PyTree  # each client's last uploaded parameters, leaves [N, ...]
     psi: PyTree  # parameters of each client's hypernetwork, its embedding included
-    candidates: CandidateTable | tuple[()]  # empty if every client mixes all models
+    candidates: CandidateTable | tuple[()]  # () if every client mixes all models
 
 
 class ClientState(NamedTuple):

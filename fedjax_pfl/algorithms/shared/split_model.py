@@ -34,7 +34,7 @@ class SplitClient(NamedTuple):
 
 
 def in_layers(names: Collection[str]) -> Callable[[str, str], bool]:
-    """Returns a function (layer name, leaf name) -> bool, True for leaves of the named layers."""
+    """Returns a function (layer name, leaf name) -> bool, True if the layer is one of `names`."""
 
     def is_inside(layer: str, leaf: str) -> bool:
         return layer in names

@@ -214,7 +214,7 @@ _patches = _with_gradient(_patches_forward, _patches_backward)
 
 
 def _rows_forward(x: jax.Array, k: jax.Array, spec: _Spec) -> jax.Array:
-    """Convolves like `_patches`."""
+    """Convolves x [B, H, W, C] with k [h, w, C, O] without padding, by a product per kernel row."""
     h, w, c, o = k.shape
     size = (x.shape[0], *_outputs(x, k, spec.strides), o)
     rows = _row_windows(x, k, spec.strides)
@@ -379,6 +379,10 @@ def _pool_forward(x: jax.Array, window: tuple[int, int]) -> tuple[jax.Array, Any
 
 
 def _pool_backward(window: tuple[int, int], residuals: Any, g: jax.Array) -> tuple[jax.Array]:
+    """Returns a tuple with the gradient of x, given g, the gradient of the pooled y.
+
+    `residuals` are (x, y).
+    """
     # Comparing again is faster than storing indices, which XLA recomputes for every output.
     x, y = residuals
     split, free = _split(x, window), jnp.ones(y.shape, bool)

@@ -28,9 +28,9 @@ _POINTS = {3: (0, 1, -1), 5: (0, 1, -1, 0.5, -2)}  # by kernel side; infinity is
 
 
 def suits(kernel: Sequence[int], strides: Sequence[int]) -> bool:
-    """Returns True if Winograd's method has a form for this (height, width) and strides.
+    """Returns True if `strided` can convolve with these kernel and strides, (height, width) each.
 
-    These are 3x3 and 5x5 with stride 1, and 5x5 with stride 2 as 3x3 on 4x the channels.
+    That is the case for 3x3 and 5x5 with stride 1, and for 5x5 with stride 2.
     """
     return (*kernel, *strides) in ((3, 3, 1, 1), (5, 5, 1, 1), (5, 5, 2, 2))
 
@@ -72,7 +72,7 @@ def strided(x: jax.Array, k: jax.Array, strides: tuple[int, int], precision: Any
 
 
 def _times(weight: float, part: jax.Array) -> jax.Array:
-    """Multiplies by a weight, without a product for 1 and -1."""
+    """Returns weight · part; without a multiplication if the weight is 1 or -1."""
     if weight == 1:
         return part
     return -part if weight == -1 else float(weight) * part

@@ -79,8 +79,9 @@ def best_point(results: Sequence[PointResult]) -> PointResult | None:
 
 
 def close(best: PointResult, results: Sequence[PointResult]) -> list[PointResult]:
-    """Returns the other points whose mean distance to the best one, over the seeds, is at most the
-    sample standard deviation of this distance. Empty with one seed.
+    """Returns the points that are about as good as the best one. Empty with one seed.
+
+    Their mean distance to it in score, over seeds, is at most the distance's standard deviation.
     """
     ties = []
     for result in results:

@@ -118,7 +118,13 @@ def _unknown_key(
 
 
 def _value(defaults: ConfigDict, name: str, text: str) -> Any:
-    """Parses a value of the setting `name`: of the type of its default, or "unset" for None."""
+    """Parses the value of the setting `name` in a grid; "unset" is None.
+
+    Args:
+      defaults: All settings; the value gets the type of the default.
+      name: Name of the setting.
+      text: The value.
+    """
     kind = configuration.setting_type(defaults, name)
     if kind not in (bool, int, float, str):
         raise UsageError(f"{name} is a {kind.__name__}, which cannot be tuned; set it instead")

@@ -30,7 +30,7 @@ class Trial(NamedTuple):
 
     method: str
     config: ConfigDict  # before the values of a point are applied
-    points: Sequence[Point]
+    points: Sequence[Point]  # combinations of one value per setting
     grid_size: int  # number of points of the full grid
     registry: Registry = BUILTINS  # components by name
 
@@ -39,7 +39,7 @@ class Job(NamedTuple):
     """A run of a grid search, of one point and one seed, that is missing or unfinished."""
 
     method: str
-    point: Point
+    point: Point  # values of the tuned settings, by name
     config: ConfigDict  # all settings, with the values of the point and one seed
     name: str  # of its directory, relative to the folder of the search
     steps: frozenset[int]  # rounds of its checkpoints; empty for a missing run
