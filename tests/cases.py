@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl import algorithms
-from fedjax_pfl.algorithms.fedmn import router
 from fedjax_pfl.algorithms.fedpac import mixtures
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, State
@@ -18,11 +17,29 @@ from fedjax_pfl.core.task import classification
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.testing.example import training
 from tests import documents, tiny
+from tests.conditions import (
+    LAYOUT,
+    Condition,
+    all_of,
+    alpha_moves,
+    client_layers,
+    mean_of_clients,
+    mixed,
+    models_differ,
+    moved,
+    moved_and,
+    near_shared,
+    only_body,
+    params_differ,
+    partly_mixed,
+    routed,
+    split,
+    two_parts,
+)
 
 TASK = classification()
 
 
-Fired = Callable[[State, State], bool]  # (first state, last state)
 Bytes = Callable[[int], tuple[int | set[int], int | set[int]]]
 
 
@@ -30,25 +47,11 @@ class Case(NamedTuple):
     """A method's settings, and what must hold for its state after six rounds."""
 
     settings: dict[str, Any]
-    fired: Fired
+    fired: Condition
     # Possible bytes down and up of one client's round, from the bytes of the model.
     bytes_per_visit: Bytes
     rows_of_absent_move: bool = False  # only pFedHN's momentum and decay of v
     training: dict[str, Any] | None = None  # changes of the settings of `training`
-
-
-def _moved(first: Any, last: Any) -> bool:
-    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(last), strict=True)
-    return all(bool((a != b).any()) for a, b in pairs)
-
-
-def _all_of(*conditions: Fired) -> Fired:
-    return lambda first, last: all(condition(first, last) for condition in conditions)
-
-
-def _moved_and(condition: Callable[[State], bool]) -> Fired:
-    """Requires that every leaf moved and that a condition holds for the last state."""
-    return lambda first, last: _moved(first, last) and bool(condition(last))
 
 
 def _next_round(name: str, state: State, **changes: Any) -> tuple[Any, Any]:
@@ -67,39 +70,18 @@ def _next_round(name: str, state: State, **changes: Any) -> tuple[Any, Any]:
     return jax.device_get(jax.jit(jax.vmap(client_round, (None, 0)))(state, clients))
 
 
-def _params_differ(a: Any, b: Any) -> bool:
-    pairs = zip(jax.tree.leaves(a["params"]), jax.tree.leaves(b["params"]), strict=True)
-    return sum(float(np.sum(np.square(np.subtract(a, b)))) for a, b in pairs) > 1e-6
-
-
-def _matters(name: str, setting: str, *values: Any, result: int = 0) -> Fired:
+def _matters(name: str, setting: str, *values: Any, result: int = 0) -> Condition:
     """Requires that two values of a setting give other uploads (0) or models (1)."""
 
     def fired(first: State, last: State) -> bool:
-        return _params_differ(*(_next_round(name, last, **{setting: v})[result] for v in values))
+        return params_differ(*(_next_round(name, last, **{setting: v})[result] for v in values))
 
     return fired
 
 
-def _client_layers(names: set[str]) -> Callable[[State], bool]:
-    """Requires that exactly these layers are client-side state."""
-    return lambda last: set(trees.layers(last.clients.personal)) == names
-
-
-def _two_parts(client_layers: set[str]) -> Fired:
-    """Requires that both parts moved, and that these layers differ between clients."""
-
-    def split(last: State) -> bool:
-        personal = jax.tree.leaves(last.clients.personal)
-        differ = all(bool((leaf[0] != leaf[1]).any()) for leaf in personal)
-        return differ and not client_layers & set(trees.layers(last.server))
-
-    return _all_of(_moved_and(_client_layers(client_layers)), _moved_and(split))
-
-
 def _personalised(last: State) -> bool:
     """Requires that theta is not w."""
-    return _params_differ(*_next_round("pfedme", last))
+    return params_differ(*_next_round("pfedme", last))
 
 
 def _weighed(last: State) -> bool:
@@ -114,87 +96,19 @@ def _matched(last: State) -> bool:
     method = algorithms.factorized_fl(tiny.Net(), training(), tiny.federated()[1], **settings)
     diagnostics = jax.device_get(jax.jit(method.observe)(last))
     weights, pruned = diagnostics["weights"], diagnostics["zeros_in_mu"]
-    mixed = (weights == 0).any() and ((weights > 0).sum(1) > 1).any()
-    return bool(mixed and (pruned > 0).all() and (pruned < 1).all())
-
-
-def _routed(first: State, last: State) -> bool:
-    """Requires blocks on the paths of some clients only, and a router that moved."""
-    active = jax.jit(jax.vmap(lambda gates: router.active(gates, _LAYOUT, trimmed=True)))
-    used = jax.device_get(active(last.clients.gates))
-    gates = [trees.split(state.server["params"], {"router_gates"})[0] for state in (first, last)]
-    return _moved(*gates) and not bool(used.all()) and bool(used.any(0).all())
-
-
-def _split(first: State, last: State) -> bool:
-    """Requires several clusters with different models, and two free places."""
-    used = int(last.server.used)
-    models = (trees.row(last.server.models, c) for c in (0, used - 1))
-    return set(last.rows.tolist()) == set(range(used)) and used > 1 and _params_differ(*models)
-
-
-def _mixed(last: State) -> bool:
-    """Requires different components, and different weights of them at the clients."""
-    components = (trees.row(last.server, m) for m in (0, 1))
-    return bool(np.std(last.clients.pi, 0).min() > 1e-3) and _params_differ(*components)
-
-
-def _near_shared(last: State) -> bool:
-    """Requires client models that are not the shared model."""
-    shared = jax.tree.map(
-        lambda leaf: np.broadcast_to(leaf, (tiny.CLIENTS, *leaf.shape)), last.server
-    )
-    return _params_differ(last.clients.variables, shared)
-
-
-def _alpha_moves(last: State) -> bool:
-    """Requires positive alpha that differ between clients."""
-    alpha = np.asarray(last.clients.alpha)
-    return bool(np.unique(alpha).size > 1 and (alpha > 0).all())
-
-
-def _partly_mixed(first: State, last: State) -> bool:
-    """Requires weights of 1 and weights between 0 and 1."""
-    weights = np.concatenate([w.ravel() for w in jax.tree.leaves(last.clients.mixing.weights)])
-    part, learned = (weights < 1) & (weights > 0), np.asarray(last.clients.mixing.learned)
-    return bool(part.any() and (weights == 1).any() and learned.any())
-
-
-def _only_body(first: State, last: State) -> bool:
-    """Requires an unchanged head and a body that moved."""
-    heads = zip(*(jax.tree.leaves(state.clients.personal) for state in (first, last)), strict=True)
-    bodies = [(state.server, state.clients.momentum) for state in (first, last)]
-    unchanged = all((a == b).all() for a, b in heads)
-    return _client_layers({"fc2"})(last) and unchanged and _moved(*bodies)
-
-
-def _mean_of_clients(name: str, field: str) -> Callable[[State], bool]:
-    """Requires that a server value is the mean of a client-side field, despite dropouts."""
-
-    def fired(last: State) -> bool:
-        client_leaves = jax.tree.leaves(getattr(last.clients, field))
-        pairs = zip(jax.tree.leaves(last.server[name]), client_leaves, strict=True)
-        return all(np.allclose(a, np.mean(b, 0), rtol=1e-4, atol=1e-6) for a, b in pairs)
-
-    return fired
+    has_mixed = (weights == 0).any() and ((weights > 0).sum(1) > 1).any()
+    return bool(has_mixed and (pruned > 0).all() and (pruned < 1).all())
 
 
 def _collaborated(first: State, last: State) -> bool:
     """Requires client heads, some of them mixed, and a prototype of each class."""
     heads, upload = last.rows["params"]["fc2"]["kernel"], _next_round("fedpac", last)[0]
     a = np.asarray(mixtures(upload["h"], upload["variance"], jnp.ones(tiny.CLIENTS, bool)))
-    mixed = bool(((a > 0.01) & (a < 0.99)).any() and (a < 1e-6).any())
-    return mixed and bool((heads[0] != heads[1]).any() and last.server["seen"].all())
+    has_mixed = bool(((a > 0.01) & (a < 0.99)).any() and (a < 1e-6).any())
+    return has_mixed and bool((heads[0] != heads[1]).any() and last.server["seen"].all())
 
 
-def _models_differ(first: State, last: State) -> bool:
-    return _moved(first.rows, last.rows) and _params_differ(
-        *(trees.row(last.rows, i) for i in (0, 1))
-    )
-
-
-_LAYOUT = (1, 2, 2)
-_POOL = {"layout": _LAYOUT, "width": 4, "hidden": 5, "dropout": 0.2}
+_POOL = {"layout": LAYOUT, "width": 4, "hidden": 5, "dropout": 0.2}
 # Encoder, φx and router, or encoder and the router's gates; then one or two blocks in each layer.
 _ALWAYS, _LIGHT = (108 + 99) + 4 * 2 + 6 * 8, 108 + 4 * 8 + (3 + 9 + 3)
 _BLOCKS = (25 + 18, 25 + 36, 50 + 18, 50 + 36)
@@ -220,44 +134,44 @@ def _factors(rank: int, head: int) -> set[int]:
 CASES = {
     "factorized_fl": Case(
         {"tau": 0.9999, "minimum": 2, "sparsity": 0.02, "rank": 5},
-        _moved_and(_matched),
+        moved_and(_matched),
         lambda model: (_factors(5, 0), _factors(5, 0)),
         # Long steps make a feature nearly zero, where BatchNorm amplifies rounding.
         training={"learning_rate": 0.03},
     ),
-    "factorized_fl_moved": Case({}, _moved, lambda model: (_factors(1, _HEAD),) * 2),
-    "fedavg": Case({}, _moved, _without(0)),
-    "fedavgm": Case({"beta": 0.5}, _moved, _without(0)),
-    "fedsam": Case({}, _moved, _without(0)),
-    "ditto": Case({}, _moved_and(_near_shared), _without(0)),
-    "apfl": Case({"alpha_rate": 0.1}, _moved_and(_alpha_moves), _without(0)),
-    "fedala": Case({"layers": 2, "first_passes": 3}, _partly_mixed, _without(0)),
+    "factorized_fl_moved": Case({}, moved, lambda model: (_factors(1, _HEAD),) * 2),
+    "fedavg": Case({}, moved, _without(0)),
+    "fedavgm": Case({"beta": 0.5}, moved, _without(0)),
+    "fedsam": Case({}, moved, _without(0)),
+    "ditto": Case({}, moved_and(near_shared), _without(0)),
+    "apfl": Case({"alpha_rate": 0.1}, moved_and(alpha_moves), _without(0)),
+    "fedala": Case({"layers": 2, "first_passes": 3}, partly_mixed, _without(0)),
     "fedamp": Case(
         {"sigma": 5.0, "self_weight": 0.3},
-        _all_of(
-            lambda first, last: _moved(first.clients, last.clients),
+        all_of(
+            lambda first, last: moved(first.clients, last.clients),
             _matters("fedamp", "penalty", 0.0, 1.0),
         ),
         _without(_NORM // 2),  # parameters only
         training={"learning_rate": 0.03},
     ),
-    "fedbabu": Case({"epochs": 1}, _only_body, _without(_HEAD)),
+    "fedbabu": Case({"epochs": 1}, only_body, _without(_HEAD)),
     # The policy has a layer of 2 d (d + 1) parameters and a LayerNorm of 4 d.
     "fedcp": Case(
         {},
-        _all_of(_moved, _matters("fedcp", "penalty", 0.0, 5.0)),
+        all_of(moved, _matters("fedcp", "penalty", 0.0, 5.0)),
         _without(-2 * tiny.HIDDEN * (tiny.HIDDEN + 3)),
     ),
     # The mean features go down in every round, and up in the first.
     "feddbe": Case(
         {"mean_momentum": 0.6},
-        _all_of(_moved, _matters("feddbe", "penalty", 0.0, 50.0)),
+        all_of(moved, _matters("feddbe", "penalty", 0.0, 50.0)),
         lambda model: (model + 4 * tiny.HIDDEN + 1, {model, model + 4 * tiny.HIDDEN}),
     ),
-    "feddyn": Case({"alpha": 0.5}, _moved_and(_mean_of_clients("drift", "g")), _without(0)),
+    "feddyn": Case({"alpha": 0.5}, moved_and(mean_of_clients("drift", "g")), _without(0)),
     "fedproto": Case(
         {},
-        _all_of(
+        all_of(
             lambda _, last: bool(last.server["seen"].all()),
             _matters("fedproto", "penalty", 0.0, 1.0, result=1),
         ),
@@ -265,8 +179,8 @@ CASES = {
     ),
     "fedas": Case(
         {"align_rate": 0.05},
-        _all_of(
-            _moved_and(lambda last: np.ptp(_next_round("fedas", last)[0]["fisher"]) > 0),
+        all_of(
+            moved_and(lambda last: np.ptp(_next_round("fedas", last)[0]["fisher"]) > 0),
             _matters("fedas", "align_rate", 0.0, 0.5),
         ),
         lambda model: (model - 4 * _HEAD, model - 4 * _HEAD + 4),  # and one number of Fisher
@@ -282,88 +196,86 @@ CASES = {
     # Upload: a mask of classes.
     "flute": Case(
         {"head_epochs": 2},
-        _all_of(
-            lambda first, last: _moved(first.rows, last.rows),
+        all_of(
+            lambda first, last: moved(first.rows, last.rows),
             _matters("flute", "collapse", 0.0, 1.0),
-            _moved,
+            moved,
         ),
         lambda model: (model, model + tiny.CLASSES),
     ),
     "gpfl": Case(
         {"penalty": 0.5},
-        _all_of(_moved, _matters("gpfl", "decay", 0.0, 0.1)),
+        all_of(moved, _matters("gpfl", "decay", 0.0, 0.1)),
         lambda model: (model - 4 * _HEAD + _PROTOTYPES + _VALVE,) * 2,
     ),
-    "knn_per": Case({"neighbours": 3}, _moved, _without(0)),
-    "l2gd": Case({"pull": 0.4}, _all_of(_moved, _matters("l2gd", "pull", 0.0, 1.0)), _without(0)),
-    "moon": Case({}, _all_of(_moved, _matters("moon", "mu", 0.0, 1.0)), _without(0)),
-    "fedlc": Case({}, _all_of(_moved, _matters("fedlc", "tau", 0.0, 1.0)), _without(0)),
+    "knn_per": Case({"neighbours": 3}, moved, _without(0)),
+    "l2gd": Case({"pull": 0.4}, all_of(moved, _matters("l2gd", "pull", 0.0, 1.0)), _without(0)),
+    "moon": Case({}, all_of(moved, _matters("moon", "mu", 0.0, 1.0)), _without(0)),
+    "fedlc": Case({}, all_of(moved, _matters("fedlc", "tau", 0.0, 1.0)), _without(0)),
     "pfedgraph": Case(
         {"alpha": 0.3, "penalty": 0.5},
-        _all_of(_models_differ, _matters("pfedgraph", "penalty", 0.0, 1.0)),
+        all_of(models_differ, _matters("pfedgraph", "penalty", 0.0, 1.0)),
         _without(0),
         training={"learning_rate": 0.03},
     ),
-    "fedrod": Case({}, _moved, _without(0)),
+    "fedrod": Case({}, moved, _without(0)),
     # Parameters only: the model and c down, the changes of both up.
     "scaffold": Case(
         {"server_rate": 0.8},
-        _moved_and(_mean_of_clients("control", "control")),
+        moved_and(mean_of_clients("control", "control")),
         lambda model: (2 * model - 2 * _NORM,) * 2,
     ),
     # Only parameters are sent: 160 bytes in fc1, 64 in norm1, 108 in fc2; one layer is retained.
     "pfedla": Case(
         {"k": 1, "rate": 0.5},
-        _moved,
+        moved,
         lambda model: ({172, 268, 224}, model - 2 * _NORM),
         training={"learning_rate": 0.03},
     ),
-    "fedbn": Case({}, _two_parts({"norm1"}), _without(_NORM)),
+    "fedbn": Case({}, two_parts({"norm1"}), _without(_NORM)),
     "clustered_fl": Case(
         {"mean_below": 10.0, "longest_above": 0.01, "max_clusters": 4},
-        _split,
+        split,
         _without(0),
     ),
-    "fedavg_plus": Case({"rate": 0.05}, _moved, _without(0)),
-    "fedem": Case({"components": 2}, _moved_and(_mixed), lambda model: (2 * model, 2 * model)),
-    "fedprox": Case({"mu": 0.5}, _all_of(_moved, _matters("fedprox", "mu", 0.0, 1.0)), _without(0)),
-    "fedmn": Case({**_POOL, "x_size": 3, "y_size": 2}, _routed, lambda model: (_ROUTES,) * 2),
-    "fedmn_correlation": Case(
-        {**_POOL, "size": 3}, _routed, lambda model: (_PATHS | _ONCE, _PATHS)
-    ),
-    "fedper": Case({}, _two_parts({"fc2"}), _without(_HEAD)),
-    "fedrep": Case({"head_epochs": 2}, _two_parts({"fc2"}), _without(_HEAD)),
-    "lg_fedavg": Case({}, _two_parts({"fc1", "norm1"}), lambda model: (4 * _HEAD,) * 2),
+    "fedavg_plus": Case({"rate": 0.05}, moved, _without(0)),
+    "fedem": Case({"components": 2}, moved_and(mixed), lambda model: (2 * model, 2 * model)),
+    "fedprox": Case({"mu": 0.5}, all_of(moved, _matters("fedprox", "mu", 0.0, 1.0)), _without(0)),
+    "fedmn": Case({**_POOL, "x_size": 3, "y_size": 2}, routed, lambda model: (_ROUTES,) * 2),
+    "fedmn_correlation": Case({**_POOL, "size": 3}, routed, lambda model: (_PATHS | _ONCE, _PATHS)),
+    "fedper": Case({}, two_parts({"fc2"}), _without(_HEAD)),
+    "fedrep": Case({"head_epochs": 2}, two_parts({"fc2"}), _without(_HEAD)),
+    "lg_fedavg": Case({}, two_parts({"fc1", "norm1"}), lambda model: (4 * _HEAD,) * 2),
     "fedfomo": Case(
         {"peers": 2},
-        _moved_and(_weighed),
+        moved_and(_weighed),
         lambda model: (2 * model, model + 2 * 4),  # M weights
     ),
-    "local": Case({}, _moved, lambda model: (0, 0)),
+    "local": Case({}, moved, lambda model: (0, 0)),
     "per_fedavg": Case(
         {"variant": "hf", "alpha": 0.05},
-        _all_of(_moved, _matters("per_fedavg", "variant", "hf", "fo")),
+        all_of(moved, _matters("per_fedavg", "variant", "hf", "fo")),
         _without(0),
     ),
     # Parameters only, in PC those of fc1 and norm1.
     "pfedhn": Case(
         {"rate": 0.1, "clip_norm": 1.0},
-        _moved_and(_client_layers({"norm1"})),
+        moved_and(client_layers({"norm1"})),
         _without(_NORM // 2),
         rows_of_absent_move=True,
     ),
     "pfedhn_pc": Case(
         {"rate": 0.1, "spectral_norm": True, "average": True},
-        _moved_and(_client_layers({"norm1", "fc2"})),
+        moved_and(client_layers({"norm1", "fc2"})),
         _without(_NORM // 2 + _HEAD),
         rows_of_absent_move=True,
     ),
     "pfedpara": Case(
         {},
-        _moved_and(lambda last: set(last.clients.personal["params"]["fc1"]) == {"x2", "y2"}),
+        moved_and(lambda last: set(last.clients.personal["params"]["fc1"]) == {"x2", "y2"}),
         lambda model: (4 * (3 * (5 + 8) + _NORM + _HEAD),) * 2,
     ),
-    "pfedme": Case({"beta": 0.8}, _moved_and(_personalised), _without(0)),
+    "pfedme": Case({"beta": 0.8}, moved_and(_personalised), _without(0)),
 }
 FACTORIES: dict[str, Callable[..., Algorithm]] = {
     **{name: method.factory for name, method in algorithms.METHODS.items()},
