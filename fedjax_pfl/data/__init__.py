@@ -3,6 +3,7 @@
 from fedjax_pfl.core.examples import ClientData, FederatedData, client_data, take
 from fedjax_pfl.data.dataset import Dataset, arrays, digest
 from fedjax_pfl.data.federate import federate
+from fedjax_pfl.data.owners import BY_OWNER
 from fedjax_pfl.data.partitions import PARTITIONS, partition_settings
 from fedjax_pfl.data.request import SPLITS
 from fedjax_pfl.data.sources import (
@@ -15,6 +16,7 @@ from fedjax_pfl.data.sources import (
 )
 
 __all__ = [
+    "BY_OWNER",
     "PARTITIONS",
     "SOURCES",
     "SPLITS",

@@ -8,7 +8,7 @@ import numpy as np
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
-from fedjax_pfl.data import apportion, checks, partitions, request
+from fedjax_pfl.data import apportion, checks, owners, partitions, request
 from fedjax_pfl.data.dataset import LATER, Dataset
 from fedjax_pfl.data.mapped import is_mapped
 from fedjax_pfl.data.normalise import NormalisedData, normalise_examples
@@ -95,15 +95,16 @@ def federate(
 
     training = np.flatnonzero(use == _TRAIN)
     request.check_enough(dataset.name, partition, clients, split, len(training))
-    if partition == "natural":
+    assign, per_owner = partitions.PARTITIONS[partition], settings.get("per_owner", 1)
+    if partition in owners.BY_OWNER:
         assert owner is not None
-        client_of_owner = partitions.natural(owner[training], clients, partition_rng, **settings)
-        absent = int(owner.max()) + 1 - len(client_of_owner)
-        client_of_owner = np.append(client_of_owner, np.full(absent, -1))
-        client = client_of_owner[owner].astype(np.int32)
+        first_client = assign(owner[training], clients, partition_rng, **settings)
+        absent = int(owner.max()) + 1 - len(first_client)
+        first_client = np.append(first_client, np.full(absent, -1))
+        client = owners.assign_parts(owner, use, first_client, per_owner, assign_rng)
     else:
         try:
-            counts = partitions.PARTITIONS[partition](pool_of(training), partition_rng, **settings)
+            counts = assign(pool_of(training), partition_rng, **settings)
         except UsageError as error:  # name the partition, which may be the default
             prefix = "" if str(error).startswith("partition ") else f"partition {partition}: "
             raise UsageError(f"{prefix}{error}") from None
@@ -135,12 +136,12 @@ def federate(
             splits[u] = _stack(shared)
     _check_no_empty_client(splits, split)
 
-    classes, owners = None, None
-    if partition == "natural":
-        order = np.argsort(client_of_owner, kind="stable")
-        ids = order[np.count_nonzero(client_of_owner < 0) :]
+    classes, client_owners = None, None
+    if partition in owners.BY_OWNER:
+        order = np.argsort(first_client, kind="stable")
+        ids = np.repeat(order[np.count_nonzero(first_client < 0) :], per_owner)
         names = ids if dataset.owner_names is None else np.asarray(dataset.owner_names)[ids]
-        owners = tuple(map(str, names))
+        client_owners = tuple(map(str, names))
         if dataset.owner_classes is not None:
             classes = np.asarray(dataset.owner_classes)[ids]
     if partition == "domains":
@@ -159,7 +160,7 @@ def federate(
         groups=np.arange(clients, dtype=np.int32) % groups,
         validation_counts=np.array(splits[_VALIDATION].size),
         class_counts=portions(data, stored_classes).train if y.ndim == 1 else None,
-        owners=owners,
+        owners=client_owners,
         input_dtype="float32" if dataset.scale is not None or x.dtype.kind == "f" else x.dtype.name,
         positions=tuple(y.shape[1:]) if y.dtype.kind == "i" else (),
         metadata={**(dataset.metadata or {}), **normalised.metadata} or None,

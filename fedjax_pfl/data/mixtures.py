@@ -9,12 +9,17 @@ from fedjax_pfl.data import apportion
 from fedjax_pfl.data.pool import Counts, Pool, client_size, require_between, superclasses
 
 _ATTEMPTS = 300
+_MOST_SHARES = 1e7  # shares to sample in all attempts together; takes a few seconds
+_LARGEST_ALPHA = 1e100  # sums of larger ones would overflow
 
 
 def _check_alphas(**alphas: float) -> None:
-    """Raises UsageError unless all concentrations, given by name, are positive and finite."""
+    """Raises UsageError unless all concentrations, given by name, are positive and not huge."""
     for name, value in alphas.items():
-        require(0 < value < np.inf, f"{name}={value} must be positive and finite")
+        require(
+            0 < value <= _LARGEST_ALPHA,
+            f"{name}={value} must be positive, at most {_LARGEST_ALPHA}",
+        )
 
 
 def _retry(sample: Callable[[], np.ndarray], minimum: int, pool: Pool) -> np.ndarray:
@@ -29,7 +34,7 @@ def _retry(sample: Callable[[], np.ndarray], minimum: int, pool: Pool) -> np.nda
         f"examples: the largest `minimum` is {pool.total // pool.clients}",
     )
     best = -1
-    for _ in range(_ATTEMPTS):
+    for _ in range(min(_ATTEMPTS, max(10, int(_MOST_SHARES / (pool.clients * pool.classes))))):
         counts = sample()
         smallest = int(counts.sum(1).min())
         if smallest >= minimum:

@@ -2,7 +2,7 @@
 
 A partition maps a pool, a random generator and keyword-only settings to counts, int [N, C]: the
 number of examples of each class that each client gets. `apportion.assign_examples` then picks the
-examples. `natural` differs: it assigns an example to the client of its owner.
+examples. The partitions in `owners.BY_OWNER` differ: an example goes to a client of its owner.
 """
 
 import inspect
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_pfl.core.errors import UsageError, require
-from fedjax_pfl.data import apportion
+from fedjax_pfl.data import apportion, owners
 from fedjax_pfl.data.mixtures import clusters, dirichlet, dirichlet_classes, pachinko
 from fedjax_pfl.data.pool import (
     Counts,
@@ -334,33 +334,6 @@ def domains(
     return counts
 
 
-def natural(
-    owners: np.ndarray, clients: int, rng: np.random.Generator, *, minimum: int = 1
-) -> np.ndarray:
-    """Makes each client one owner (writer, alphabet), sampled at random.
-
-    Here the first argument is the owner of each example, int [examples]. Returns the client of each
-    owner, int32 [owners], -1 for an owner that is not sampled. Clients are in the order of owners.
-
-    Args:
-      minimum: Least number of examples; owners with fewer are left out.
-    """
-    sizes = np.bincount(owners)
-    eligible = np.flatnonzero(sizes >= max(minimum, 1))
-    hints = [f"clients={len(eligible)} or fewer"] if len(eligible) else []
-    if clients <= np.count_nonzero(sizes):
-        hints.append(f"minimum={np.sort(sizes)[-clients]} or less")
-    advice = ", or ".join(hints or ["a smaller minimum"])
-    require(
-        clients <= len(eligible),
-        f"{clients} clients need as many owners with {minimum} or more examples, and there are "
-        f"{len(eligible) or 'none'}: use {advice}",
-    )
-    client = np.full(len(sizes), -1, np.int32)
-    client[np.sort(rng.choice(eligible, clients, replace=False))] = np.arange(clients)
-    return client
-
-
 PARTITIONS: dict[str, Callable[..., np.ndarray]] = {
     "iid": iid,
     "classes": classes,
@@ -374,7 +347,8 @@ PARTITIONS: dict[str, Callable[..., np.ndarray]] = {
     "pachinko": pachinko,
     "coarse": coarse,
     "domains": domains,
-    "natural": natural,
+    "natural": owners.natural,
+    "split_owners": owners.split_owners,
 }
 
 

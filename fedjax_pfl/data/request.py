@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import partitions
 from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.owners import BY_OWNER
 
 SPLITS = ("pooled", "official", "shared")
 
@@ -37,8 +38,8 @@ def check_request(
 ) -> None:
     """Raises UsageError for an unknown partition or split, and for what the dataset cannot give.
 
-    That is, for example, owners for `natural` or a test set for `official`. `held_out` is the
-    number of novel clients, and `groups` the number of architecture groups.
+    That is, for example, owners for a partition by owner or a test set for `official`. `held_out`
+    is the number of novel clients, and `groups` the number of architecture groups.
     """
     check_name("partition", partition, partitions.PARTITIONS)
     check_name("split", split, SPLITS)
@@ -57,16 +58,17 @@ def check_request(
         raise UsageError("normalise=client differs between clients: use split=pooled")
     if split == "official" and dataset.x_test is None:
         raise UsageError(f"{dataset.name} has no test set of its own: use split=pooled or shared")
-    if dataset.y_train.ndim > 1 and partition not in ("iid", "natural"):
-        raise UsageError(f"{dataset.name} has no classes: use partition=iid or natural")
-    if partition == "natural" and (
+    if dataset.y_train.ndim > 1 and partition not in ("iid", *BY_OWNER):
+        choices = ", ".join(("iid", *BY_OWNER))
+        raise UsageError(f"{dataset.name} has no classes: use one of the partitions {choices}")
+    if partition in BY_OWNER and (
         dataset.owner_train is None or (dataset.x_test is not None and dataset.owner_test is None)
     ):
         raise UsageError(
-            f"{dataset.name} has no owners, which partition natural needs: name their column "
+            f"{dataset.name} has no owners, which partition {partition} needs: name their column "
             "(csv.owner, hf.owner, ...), or give `owners` (and `owners_test`) to `arrays`"
         )
-    if partition == "natural" and split == "shared" and dataset.owner_classes is not None:
+    if partition in BY_OWNER and split == "shared" and dataset.owner_classes is not None:
         raise UsageError(
             f"the owners of {dataset.name} have different classes and cannot share a test set: "
             "use split=pooled"
@@ -76,11 +78,11 @@ def check_request(
 def check_enough(name: str, partition: str, clients: int, split: str, examples: int) -> None:
     """Raises UsageError if there are more clients than examples, before arrays are allocated.
 
-    The partition `natural` counts owners instead. With the split `pooled` one of the `examples` is
+    Partitions by owner count owners instead. With the split `pooled` one of the `examples` is
     left for testing. The message begins with the dataset's `name`.
     """
     most = examples - (split == "pooled")
-    if partition == "natural" or clients <= most:
+    if partition in BY_OWNER or clients <= most:
         return
     if most < 1:
         raise UsageError(f"{name} has {examples} examples, too few for a client; use more of it")

@@ -286,13 +286,13 @@ def _omitted_owners(config: ConfigDict, dataset: data.Dataset, federation: Feder
     if dataset.owner_train is None:
         return ""
     owners = len(np.unique(dataset.owner_train))
-    if config.partition != "natural":
+    if config.partition not in data.BY_OWNER:
         return (
             f"{dataset.name} has {owners} owners, and partition={config.partition} mixes their "
             "examples; with partition=natural each client is one owner"
         )
-    if federation.clients < owners:
-        return f"{federation.clients} of the {owners} owners of {dataset.name} are clients"
+    if (used := len(set(federation.owners or ()))) < owners:
+        return f"{used} of the {owners} owners of {dataset.name} are clients"
     return ""
 
 

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.owners import BY_OWNER
 from fedjax_pfl.settings.configuration import (
     BUILTINS,
     Registry,
@@ -94,14 +95,16 @@ def _check_condition(name: str, value: Any, configs: Sequence[ConfigDict], prefi
 
 
 def check_owners(dataset: Dataset | None, configs: Iterable[ConfigDict]) -> None:
-    """Raises UsageError if each example names its owner and no configuration has the partition
-    "natural", in which an owner is a client. `dataset` is user-defined; None passes.
+    """Raises UsageError if each example names its owner and no configuration partitions by owner.
+
+    `dataset` is user-defined; None passes.
     """
-    partitions = dict.fromkeys(config.partition for config in configs)
-    if dataset is not None and dataset.owner_train is not None and "natural" not in partitions:
+    partitions = {config.partition for config in configs}
+    if dataset is not None and dataset.owner_train is not None and not partitions & set(BY_OWNER):
         raise UsageError(
-            f"the owners of {dataset.name} count with partition=natural only, and partition is "
-            f"{' or '.join(partitions)}; set partition to natural, or leave owners out"
+            f"the owners of {dataset.name} count with partition={' or '.join(BY_OWNER)} only, and "
+            f"partition is {' or '.join(sorted(partitions))}; set partition to natural, or leave "
+            "owners out"
         )
 
 

@@ -215,6 +215,46 @@ def test_natural_official_keeps_test_sets_of_owners():
     assert data.validation.size.sum() == 8
 
 
+@pytest.mark.parametrize("split", ["pooled", "official"])
+def test_split_owners_divides_the_examples_of_each_owner(split):
+    sizes, n_test = np.array([31, 7, 40, 2, 20]), 50
+    owners, owners_test = np.repeat(np.arange(5), sizes), np.arange(n_test) % 5
+    dataset = numbered(100, n_test=n_test, owners=owners, owners_test=owners_test)
+    options = {"clients": 12, "settings": {"per_owner": 3}, "split": split, "test_fraction": 0.2}
+    data, federation = federate(dataset, "split_owners", **options)
+    owner = np.concatenate([owners, owners_test])
+    held = [np.concatenate([numbers_of(data, i, n) for n in NAMES]) for i in range(12)]
+    for client, numbers in enumerate(held):
+        assert set(owner[numbers]) == {int(federation.owners[client])}
+    sampled = [int(name) for name in federation.owners]
+    assert sampled == sorted(sampled)
+    assert sorted(set(sampled)) == [o for o in range(5) if sampled.count(o) == 3]
+    # The parts are disjoint and cover the owner; the sizes of each part differ by at most one.
+    expected = np.flatnonzero(np.isin(owner, sampled))
+    np.testing.assert_array_equal(np.sort(np.concatenate(held)), expected)
+    counted = (data.train.size, data.test.size) if split == "official" else (list(map(len, held)),)
+    for number in counted:
+        assert np.ptp(np.reshape(number, (4, 3)), 1).max() <= 1
+    again, _ = federate(dataset, "split_owners", **options)
+    np.testing.assert_array_equal(all_numbers(again), all_numbers(data))
+    other, _ = federate(dataset, "split_owners", **options, seed=1)
+    assert not np.array_equal(all_numbers(other), all_numbers(data))
+
+
+def test_split_owners_says_what_fits():
+    def line(clients, **settings):
+        dataset = numbered(9, classes=1, owners=np.array([0] * 6 + [1] * 3))
+        options = {"clients": clients, "settings": settings}
+        return message(lambda: federate(dataset, "split_owners", **options))
+
+    assert "clients=3 is not a multiple of per_owner=2: use clients=4" in line(3)
+    assert "per_owner=0 must be at least 1" in line(4, per_owner=0)
+    assert line(4, minimum=2).endswith(
+        "4 clients, 2 of each owner, need 2 owners with 4 or more examples, and there are 1: use "
+        "clients=2 or fewer, or minimum=1 or less"
+    )
+
+
 def test_regression_is_partitioned_without_classes():
     y = np.arange(40, dtype=np.float64).reshape(20, 2)
     dataset = arrays(np.ones((20, 3)), y)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedjax_pfl.data import partitions
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.data import owners, partitions
 from fedjax_pfl.data.partitions import PARTITIONS
 from fedjax_pfl.data.pool import Pool
 from tests.commands import message
@@ -23,7 +24,7 @@ COARSE = np.array([
 ])
 # fmt: on
 CIFAR100 = Pool(np.full(100, 600), 100, COARSE)
-BY_LABEL = [name for name in PARTITIONS if name != "natural"]
+BY_LABEL = [name for name in PARTITIONS if name not in owners.BY_OWNER]
 
 
 def rng(seed=0):
@@ -143,6 +144,39 @@ def test_dirichlet_uses_all_examples_and_meets_the_minimum():
     assert "the largest `minimum` is 3" in refusal("dirichlet", Pool(DIGITS, 500))
 
 
+HOSTILE = {  # counts of classes, and clients
+    "one class": ([50], 5),
+    "as many clients as examples": ([20, 20], 40),
+    "empty classes": ([0, 50, 0, 50], 10),
+    "many clients": ([30] * 62, 400),
+}
+
+
+@pytest.mark.parametrize("name", ["dirichlet", "dirichlet_classes", "clusters", "pachinko"])
+@pytest.mark.parametrize("case", HOSTILE)
+def test_partitions_by_dirichlet_end_with_a_valid_partition_or_one_line(name, case):
+    available, clients = np.array(HOSTILE[case][0]), HOSTILE[case][1]
+    pool = Pool(available, clients, np.zeros(len(available), int))
+    defaults = partitions.partition_settings(name)
+    small = {"clusters": 1} if name == "clusters" else {}
+    for alpha in (1e-320, 1e-6, 0.1, 1e6, 1e100):
+        for least in (0, 1) if "minimum" in defaults else (None,):
+            options = {"alpha": alpha, **small, **({} if least is None else {"minimum": least})}
+            options |= {"beta": alpha} if "beta" in defaults else {}
+            begin = time.perf_counter()
+            try:
+                counts = PARTITIONS[name](pool, rng(), **options)
+            except UsageError:
+                counts = None
+            assert time.perf_counter() - begin < 20
+            if counts is None:
+                refusal(name, pool, **options)
+                continue
+            assert counts.min() >= 0
+            assert (counts.sum(0) <= available).all()
+            assert counts.sum(1).min() >= (least or 0)
+
+
 def test_dirichlet_classes_of_unequal_sizes():
     """Checks counts p_ic / Σ_j p_jc, with p_i sampled with the alpha of client i."""
     pool = Pool(CIFAR10, 100, held_out=10)
@@ -213,10 +247,10 @@ def test_domains_by_hand_and_for_cifar100():
 
 
 def test_natural_leaves_out_small_owners():
-    owners = np.array([0, 0, 2, 3, 3, 3, 4, 4])
-    client = partitions.natural(owners, 3, rng(), minimum=2)
+    owner_of = np.array([0, 0, 2, 3, 3, 3, 4, 4])
+    client = owners.natural(owner_of, 3, rng(), minimum=2)
     np.testing.assert_array_equal(client, [0, -1, -1, 1, 2])
-    np.testing.assert_array_equal(partitions.natural(owners, 4, rng()), [0, -1, 1, 2, 3])
+    np.testing.assert_array_equal(owners.natural(owner_of, 4, rng()), [0, -1, 1, 2, 3])
 
 
 @pytest.mark.parametrize(
@@ -227,7 +261,7 @@ def test_natural_leaves_out_small_owners():
         ("dominant", {"ratio": 0.5}, "use 1 or more"),
         ("dominant", {"dominant": 0}, "dominant=0"),
         ("shares", {"low": 0.0}, "0 < low"),
-        ("dirichlet", {"alpha": np.inf}, "alpha=inf must be positive and finite"),
+        ("dirichlet", {"alpha": np.inf}, "alpha=inf must be positive, at most 1e"),
         ("dirichlet_classes", {"alpha": -1.0}, "must be positive"),
         ("dirichlet_classes", {"alpha": 1e-300, "equal": False}, "some class to no client"),
         ("shards", {"per_client": 7000}, "from 1 to 6000"),
@@ -262,7 +296,7 @@ def test_advice_is_possible():
 
 
 def test_natural_counts_eligible_owners_in_errors():
-    owners = np.array([0, 1, 1])
+    owner_of = np.array([0, 1, 1])
     for clients, minimum, line in (
         (2, 2, "2 or more examples, and there are 1: use clients=1 or fewer, or minimum=1 or less"),
         (3, 1, "1 or more examples, and there are 2: use clients=2 or fewer"),
@@ -270,7 +304,7 @@ def test_natural_counts_eligible_owners_in_errors():
         (3, 9, "9 or more examples, and there are none: use a smaller minimum"),
     ):
         error = message(
-            lambda c, m: partitions.natural(owners, c, rng(), minimum=m), clients, minimum
+            lambda c, m: owners.natural(owner_of, c, rng(), minimum=m), clients, minimum
         )
         assert error == f"{clients} clients need as many owners with {line}"
 

@@ -87,8 +87,8 @@ def test_unused_owners_are_refused():
     x, y = np.zeros((8, 2, 2, 1)), np.arange(8) % 2
     dataset = fedjax_pfl.arrays(x, y, owners=np.arange(8) // 4, name="ours")
     line = (
-        "the owners of ours count with partition=natural only, and partition is iid; set "
-        "partition to natural, or leave owners out"
+        "the owners of ours count with partition=natural or split_owners only, and partition is "
+        "iid; set partition to natural, or leave owners out"
     )
     assert message(lambda: fedjax_pfl.run({"partition": "iid"}, dataset=dataset)) == line
 
