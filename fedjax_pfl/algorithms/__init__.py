@@ -48,10 +48,11 @@ from fedjax_pfl.algorithms.pfedla.method import PFEDLA, pfedla
 from fedjax_pfl.algorithms.pfedme import PFEDME, pfedme
 from fedjax_pfl.algorithms.pfedpara import PFEDPARA, pfedpara
 from fedjax_pfl.algorithms.scaffold import SCAFFOLD, scaffold
+from fedjax_pfl.algorithms.shared.checked_factory import checked_factory
 from fedjax_pfl.algorithms.shared.method import VARIANT, Method
 
 METHODS: dict[str, Method] = {
-    method.name: method
+    method.name: method._replace(factory=checked_factory(method.factory))
     for method in (
         APFL,
         CLUSTERED_FL,
@@ -96,6 +97,8 @@ METHODS: dict[str, Method] = {
         SCAFFOLD,
     )
 }
+# The exported factories check their arguments, too. Methods that build on another one skip that.
+globals().update({name: method.factory for name, method in METHODS.items()})
 __all__ = [
     "METHODS",
     "VARIANT",

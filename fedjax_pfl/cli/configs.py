@@ -1,6 +1,5 @@
 """The flag --config: presets, configuration files and settings on the command line."""
 
-import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from ml_collections import ConfigDict, config_flags
 
 from fedjax_pfl import presets
 from fedjax_pfl.cli.errors import in_one_line
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, nearest
 from fedjax_pfl.settings import configuration
 
 
@@ -93,8 +92,8 @@ def _nearest_config(name: str, preset: str, default: str) -> str:
     is_path = "/" in name or name.endswith(".py")
     files = {path.stem: str(path) for path in Path(name).parent.glob("[!_]*.py")} if is_path else {}
     candidates = {**files, **{system: system for system in presets.SYSTEMS}}
-    if matches := difflib.get_close_matches(Path(name).stem, candidates, 1, 0.5):
-        return f"did you mean {candidates[matches[0]]}{preset}?"
+    if match := nearest(Path(name).stem, candidates):
+        return f"did you mean {candidates[match]}{preset}?"
     if not name or preset or is_path:
         return f"systems are {', '.join(presets.SYSTEMS)}"
     return f"did you mean {default}:{name}?"

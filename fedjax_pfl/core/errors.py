@@ -1,6 +1,7 @@
 """UsageError, for mistakes that the user can fix, and checks that raise it."""
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,13 @@ class UsageError(ValueError):
 def first_line(error: BaseException) -> str:
     """Returns the first line of an exception's message, or its type's name if there is none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def nearest(word: Any, names: Iterable[Any]) -> Any:
+    """Returns the most similar of the names, ignoring case, or None if no name is similar."""
+    by_lower = {str(name).lower(): name for name in names}
+    matches = difflib.get_close_matches(str(word).lower(), by_lower, 1, 0.5)
+    return by_lower[matches[0]] if matches else None
 
 
 def removed_directory(directory: Any) -> UsageError:

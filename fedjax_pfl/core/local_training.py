@@ -13,6 +13,7 @@ import optax
 
 from fedjax_pfl.core import batches, optimizers, scores
 from fedjax_pfl.core.algorithm import ClientContext
+from fedjax_pfl.core.arguments import check_arguments
 from fedjax_pfl.core.errors import UsageError, require_at_least
 from fedjax_pfl.core.examples import Batch, ClientData, Split, take
 from fedjax_pfl.core.task import Task
@@ -71,6 +72,7 @@ def sgd(*, momentum: float = 0.0, weight_decay: float = 0.0, **settings: Any) ->
     return make_training(optimizers.sgd(momentum, weight_decay), **settings)
 
 
+@check_arguments
 def local_sgd(
     learning_rate: float = 0.01,
     *,
@@ -106,6 +108,7 @@ def local_sgd(
     )
 
 
+@check_arguments
 def local_training(
     optimizer: optax.GradientTransformation,
     *,

@@ -3,7 +3,6 @@
 A task is made by a factory (outputs, *, **settings) -> Task; users can pass their own factory.
 """
 
-import difflib
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_pfl.core import scores
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, nearest
 from fedjax_pfl.core.scores import Metric
 
 
@@ -179,8 +178,8 @@ def select_metrics(task: Task, name: str, metric_names: Sequence[str]) -> Task:
         if metric_name not in available:
             if metric_name == scores.AUROC.name and name == "classification":
                 raise UsageError("metrics: auroc is for two classes, or for task=multilabel")
-            matches = difflib.get_close_matches(str(metric_name), available, 1, 0.5)
-            hint = f"did you mean {matches[0]}?" if matches else f"there are {', '.join(available)}"
+            match = nearest(metric_name, available)
+            hint = f"did you mean {match}?" if match else f"there are {', '.join(available)}"
             raise UsageError(f"metrics: task {name} has none called {metric_name!r}; {hint}")
     metrics = tuple(available[metric_name] for metric_name in dict.fromkeys(metric_names))
     return task._replace(metrics=metrics or task.metrics)

@@ -1,15 +1,19 @@
 """Divides a dataset among clients."""
 
+import inspect
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedjax_pfl.core.algorithm import Federation
+from fedjax_pfl.core.arguments import check_arguments
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.core.task import TASKS, Task, check_labels, infer_task
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.federate import federate
+from fedjax_pfl.data.partitions import PARTITIONS, partition_settings
+from fedjax_pfl.data.request import check_name, check_setting_names
 
 
 class PartitionedData(NamedTuple):
@@ -27,6 +31,7 @@ class PartitionedData(NamedTuple):
         )
 
 
+@check_arguments
 def partition(
     dataset: Dataset,
     name: str,
@@ -63,6 +68,10 @@ def partition(
             f"partition takes a Dataset, got {type(dataset).__name__}; make one with "
             "datasets.from_arrays(x, y)"
         )
+    check_name("partition", name, PARTITIONS)
+    parameters = inspect.signature(partition).parameters.values()
+    own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    check_setting_names(f"partition {name}", settings, [*partition_settings(name), *own])
     examples, federation = federate(
         dataset,
         name,

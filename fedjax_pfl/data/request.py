@@ -1,9 +1,9 @@
 """Checks of the arguments of `federate`."""
 
-import difflib
 from collections.abc import Collection, Iterable
 
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.arguments import unknown_argument
+from fedjax_pfl.core.errors import UsageError, nearest
 from fedjax_pfl.data import partitions
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.owners import BY_OWNER
@@ -17,8 +17,8 @@ def check_name(kind: str, name: str, choices: Collection[str]) -> None:
     `kind`, such as "partition", says in the message what is named.
     """
     if name not in choices:
-        similar = difflib.get_close_matches(name, choices, 1)
-        hint = f"did you mean {similar[0]}? " if similar else ""
+        similar = nearest(name, choices)
+        hint = f"did you mean {similar}? " if similar else ""
         raise UsageError(f"no {kind} named {name}: {hint}there are {', '.join(choices)}")
 
 
@@ -29,8 +29,7 @@ def check_setting_names(owner: str, names: Iterable[str], allowed: Collection[st
     """
     for name in names:
         if name not in allowed:
-            choices = ", ".join(allowed) or "none"
-            raise UsageError(f"{owner} has no setting {name}: it takes {choices}")
+            raise unknown_argument(owner, name, allowed)
 
 
 def check_request(

@@ -1,12 +1,11 @@
 """Sources for user files: CSV, Parquet, Hugging Face datasets, and windows over time series."""
 
-import difflib
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from fedjax_pfl.core.errors import UsageError, first_line, require_one_of
+from fedjax_pfl.core.errors import UsageError, first_line, nearest, require_one_of
 from fedjax_pfl.data import tables
 from fedjax_pfl.data.columns import NORMALISE, ROLES, Roles, table_dataset
 from fedjax_pfl.data.dataset import Dataset
@@ -101,8 +100,8 @@ def _download(name: str, test: str, required: bool) -> Tables:
         raise UsageError(f"hf:{name} cannot be loaded: {first_line(error)}") from None
     if "train" not in splits or (required and test not in splits):
         missing = "train" if "train" not in splits else test
-        similar = difflib.get_close_matches(missing, list(splits), 1)
-        hint = f"; did you mean {similar[0]}?" if similar else ""
+        similar = nearest(missing, splits)
+        hint = f"; did you mean {similar}?" if similar else ""
         raise UsageError(f"hf:{name} has no split {missing}; it has {', '.join(splits)}{hint}")
 
     def table(split: str) -> Table:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_pfl.core.errors import UsageError, first_line
+from fedjax_pfl.core.errors import UsageError, first_line, nearest
 from fedjax_pfl.data.prepared import decode
 
 _MISSING = ("", "-", "?", ".", "na", "n/a", "nan", "null", "none")
@@ -66,8 +66,8 @@ def find_path(source: str, path: str) -> Path:
         return result
     folder = result.parent
     siblings = [p.name for p in folder.iterdir()] if folder.is_dir() else []
-    similar = difflib.get_close_matches(result.name, siblings, 1, 0.5)
-    hint = f"; did you mean {folder / similar[0]}?" if similar else ""
+    similar = nearest(result.name, siblings)
+    hint = f"; did you mean {folder / similar}?" if similar else ""
     raise UsageError(f"{source}:{path}: there is no such file or folder{hint}")
 
 

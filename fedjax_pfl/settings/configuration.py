@@ -18,7 +18,7 @@ from ml_collections import ConfigDict, FrozenConfigDict, config_dict
 
 from fedjax_pfl import algorithms, data, networks
 from fedjax_pfl.core import optimizers, task
-from fedjax_pfl.core.errors import MAX_LAYERS, UsageError
+from fedjax_pfl.core.errors import MAX_LAYERS, UsageError, nearest
 from fedjax_pfl.settings.general import SETTINGS, settings_with
 from fedjax_pfl.transforms import SERVER_OPTIMIZERS
 
@@ -134,16 +134,15 @@ def suggestion(word: Any, names: Iterable[Any], template: str = "{}") -> str:
       names: The existing names.
       template: Where the name stands in the hint, such as "pfedla.{}".
     """
+    names = list(names)
+    if (match := nearest(word, names)) is not None:
+        return f"; did you mean {template.replace('{}', match)}?"
     by_lower = {str(name).lower(): name for name in names}
-    word = str(word).lower()
-    close = difflib.get_close_matches(word, by_lower, 1, 0.5)
-    if close:
-        return f"; did you mean {template.replace('{}', by_lower[close[0]])}?"
     if len(by_lower) <= _MAX_LISTED:
         return f"; there are {', '.join(sorted(names))}"
     first, second, third = (
         template.replace("{}", by_lower[match])
-        for match in difflib.get_close_matches(word, by_lower, 3, 0.0)
+        for match in difflib.get_close_matches(str(word).lower(), by_lower, 3, 0.0)
     )
     return f"; the nearest of {len(by_lower)} are {first}, {second} and {third}"
 

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, PyTree, State
+from fedjax_pfl.core.arguments import check_arguments
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.groups import group_algorithms
@@ -91,6 +92,7 @@ class Simulation:
       chunk: Clients that are trained at the same time on a device. Default: 1 on a CPU, else all.
     """
 
+    @check_arguments
     def __init__(
         self,
         method: Algorithm,

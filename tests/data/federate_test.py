@@ -277,7 +277,7 @@ def test_novel_clients_and_groups():
     [
         ({"partition": "dirchlet"}, "did you mean dirichlet"),
         ({"split": "oficial"}, "did you mean official"),
-        ({"settings": {"alpha": 1}}, "has no setting alpha: it takes examples"),
+        ({"settings": {"alpha": 1}}, "has no argument 'alpha'; it takes examples"),
         ({"partition": "classes", "settings": {"per_client": 11}}, "^partition classes: per_cl"),
         ({"clients": 0}, "use at least 1"),
         (

@@ -1,0 +1,74 @@
+"""Wrong arguments of factories, training, partition and simulation: one line, at the call."""
+
+import inspect
+
+import flax.linen as nn
+import pytest
+
+import fedjax_pfl as pfl
+from fedjax_pfl.algorithms import METHODS
+from fedjax_pfl.core.errors import UsageError
+from tests import tiny
+
+TRAINING = pfl.local_sgd()
+
+
+def wrong(call, *arguments, **keywords):
+    with pytest.raises(UsageError) as error:
+        call(*arguments, **keywords)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+class TorchLike:
+    """Like a PyTorch module: `apply` without `init`."""
+
+    def apply(self, function):
+        raise AssertionError
+
+
+class Plain(nn.Module):
+    """A network without `train` and `mask`."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2)(x)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_factories(name):
+    factory, (_, federation) = getattr(pfl, name), tiny.federated()
+    settings = [
+        p.name for p in inspect.signature(factory).parameters.values() if p.kind is p.KEYWORD_ONLY
+    ]
+    assert factory is METHODS[name].factory
+    assert factory.__doc__
+    assert "arguments_test.TorchLike; docs/" in wrong(factory, TorchLike(), TRAINING, federation)
+    assert "class TinyNetwork; call" in wrong(factory, tiny.Net, TRAINING, federation)
+    assert "not take train and mask" in wrong(factory, Plain(), TRAINING, federation)
+    assert "give data.federation" in wrong(factory, tiny.Net(), TRAINING, tiny)
+    assert "local_sgd(" in wrong(factory, tiny.Net(), None, federation)
+    assert wrong(factory, tiny.Net(), TRAINING) == f"{name} needs federation"
+    for setting in settings:
+        error = wrong(factory, tiny.Net(), TRAINING, federation, **{f"{setting}_": 1})
+        assert f"did you mean {setting!r}?" in error
+        assert error.endswith(", ".join(settings))
+
+
+def test_the_nearest_keyword():
+    data = pfl.datasets.digits()
+    assert wrong(pfl.local_sgd, lr=0.1).startswith(
+        "local_sgd has no argument 'lr'; did you mean 'learning_rate'? it takes learning_rate"
+    )
+    assert "'epochs'?" in wrong(pfl.local_training, None, local_epochs=1)
+    assert "'mu'?" in wrong(pfl.fedprox, tiny.Net(), TRAINING, None, m=0.1)
+    assert "'momentum'?" in wrong(pfl.local_sgd, momentum_=0.1)
+    assert "too many positional" in wrong(pfl.local_sgd, 0.1, 5)
+    assert "got 'num_clients'; did you mean 'clients'?" in wrong(
+        pfl.partition, data, "classes", num_clients=10, per_client=4
+    )
+    assert "'per_client'?" in wrong(pfl.partition, data, "classes", clients=10, per_clients=4)
+    assert "'test_fraction'?" in wrong(pfl.partition, data, "iid", clients=10, tests_fraction=0.2)
+    assert "did you mean dirichlet?" in wrong(pfl.partition, data, "diriclet", clients=10)
+    assert "'clients_per_round'?" in wrong(pfl.Simulation, None, data, clients_per_rounds=2)
+    assert inspect.signature(pfl.local_sgd).parameters["epochs"].default is None
