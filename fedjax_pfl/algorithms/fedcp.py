@@ -71,7 +71,7 @@ class Policy(nn.Module):
 
 
 def head_layer(network: Any, variables: PyTree) -> PyTree:
-    """Returns the head's parameters among `variables`, `kernel` [d, C] and maybe `bias` [C]."""
+    """Returns the parameters of the network's last layer, `kernel` [d, C] and maybe `bias` [C]."""
     layer = variables["params"]
     for name in network.head.split("/"):
         layer = layer[name]

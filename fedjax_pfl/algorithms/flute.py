@@ -80,9 +80,9 @@ class Penalised(NamedTuple):
 
     network: Any  # the plain network
     has_class: jax.Array  # bool [C], the client's classes
-    collapse: Any  # λ₁
-    head_decay: Any  # λ₂
-    feature_decay: Any  # λ₃
+    collapse: Any  # λ₁, weight of `collapse_gap` of the head
+    head_decay: Any  # λ₂, weight of the squared norm of the head's kernel
+    feature_decay: Any  # λ₃, weight of the squared norm of an example's features
 
     def apply(self, variables: PyTree, x: jax.Array, **options: Any) -> Any:
         """Returns ((outputs [B, C], penalties [B]), collections that training updates)."""

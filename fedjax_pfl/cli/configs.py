@@ -42,7 +42,10 @@ def define_data_dir(options: flags.FlagValues) -> "flags.FlagHolder[str | None]"
 
 
 def read_settings(options: flags.FlagValues, arguments: Sequence[str]) -> ConfigDict:
-    """Returns the settings of --config, with the changes by --config.KEY=VALUE and --data_dir."""
+    """Returns the settings of --config, changed by --config.KEY=VALUE and --data_dir.
+
+    `options` are the parsed flags, `arguments` those of the command.
+    """
     with in_one_line():
         settings = options.config.copy_and_resolve_references()
     replace_length(settings, arguments)

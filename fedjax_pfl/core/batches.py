@@ -13,9 +13,9 @@ _ALWAYS_PADDED = 1024
 
 
 def random_order(key: jax.Array, longest: int, count: jax.Array) -> jax.Array:
-    """Returns a random permutation of 0..count-1, followed by count..longest-1 as padding.
+    """Returns a random permutation of 0..count-1, then count..longest-1 in order: int32 [longest].
 
-    The shape is int32 [longest]. The permutation does not depend on `longest`.
+    The permutation does not depend on `longest`.
     """
     return jnp.argsort(_random_ranks(key, longest, count))
 
@@ -28,9 +28,10 @@ def _random_ranks(key: jax.Array, longest: int, count: jax.Array) -> jax.Array:
 def sample_positions(
     key: jax.Array, longest: int, count: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Samples `size` of 0..count-1 without replacement: the start of `random_order`, unsorted.
+    """Samples `size` of the numbers 0..count-1 without replacement.
 
-    Returns int32 positions [size] and a bool mask [size], False for padding if count < size.
+    They are the start of `random_order`. Returns int32 positions [size] and a bool mask [size],
+    False for padding if count < size.
     """
     _, first = jax.lax.top_k(-_random_ranks(key, longest, count), min(size, longest))
     return jnp.pad(first, (0, max(size - longest, 0))), jnp.arange(size) < count

@@ -102,7 +102,10 @@ class Confusion(NamedTuple):
 
 
 def _confusion(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> Confusion:
-    """Returns the counts, 0 or 1 and [B, C], of each example; it predicts the largest logit."""
+    """Counts the class and the predicted class of each example, as 0 or 1: [B, C] each.
+
+    The prediction is the largest of `outputs` [B, C] among `classes`; `y` [B] are class numbers.
+    """
     logits = mask_logits(outputs, classes)
     actual = jax.nn.one_hot(y, logits.shape[-1])
     predicted = jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1])
@@ -129,7 +132,10 @@ def confusion_matrix(
 
 
 def _label_confusion(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> Confusion:
-    """Returns the counts, 0 or 1 and [B, L], of each example; logits above 0 are positive."""
+    """Counts the true and the predicted labels of each example, as 0 or 1: [B, L] each.
+
+    Labels with `outputs` [B, L] above 0 are predicted; `y` is bool [B, L].
+    """
     actual = y.astype(jnp.float32)
     predicted = (mask_logits(outputs, classes) > 0).astype(jnp.float32)
     return Confusion(actual, predicted, actual * predicted)
@@ -149,7 +155,10 @@ def _f1(state: Confusion, examples: np.ndarray) -> np.ndarray:
 
 
 def _mean_ratio(mask: Any, numerator: Any, denominator: Any) -> np.ndarray:
-    """Computes the mean ratio over the last axis where the mask is true, or NaN if it never is."""
+    """Computes the mean of numerator / denominator over the last axis, where the mask is true.
+
+    The result is NaN where the mask is never true.
+    """
     ratios = np.where(mask, numerator, 0.0) / np.where(mask, denominator, 1.0)
     count = mask.sum(-1)
     return ratios.sum(-1) / np.where(count > 0, count, np.nan)
@@ -224,7 +233,10 @@ class Moments(NamedTuple):
 
 
 def _moments(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> Moments:
-    """Returns the terms, [B, targets], that examples add to the state of R²."""
+    """Computes the terms, [B, targets] each, that examples add to the sums of R².
+
+    `outputs` and `y` are [B, targets]; `classes` has no effect.
+    """
     del classes
     y = y.astype(jnp.float32)
     return Moments(jnp.square(outputs.astype(jnp.float32) - y), y, jnp.square(y))

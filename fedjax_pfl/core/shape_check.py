@@ -227,7 +227,10 @@ def _check_stacked(name: str, part: str, tree: PyTree, clients: int) -> None:
 
 
 def _check_metrics(name: str, metrics: Any) -> None:
-    """Raises UsageError unless the metrics of `train` are a dict of scalars with `loss`."""
+    """Raises UsageError unless metrics that `train` returned are a dict of scalars with `loss`.
+
+    `name` is that of the method, for the message.
+    """
     if not isinstance(metrics, dict) or "loss" not in metrics:
         keys = f"{{{', '.join(metrics)}}}" if isinstance(metrics, dict) else _describe(metrics)
         raise UsageError(

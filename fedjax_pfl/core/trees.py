@@ -173,10 +173,9 @@ def all_finite(tree: PyTree) -> jax.Array:
 
 
 def matching_download(payload: PyTree, upload: PyTree) -> PyTree:
-    """Returns a tree like the upload with the value that the client downloaded for each leaf.
+    """Returns, for each leaf of `upload`, the leaf of `payload` with the same path and shape.
 
-    A leaf is zero if it is not floating-point, or if the download has no leaf of the same path and
-    shape.
+    A leaf is zero if there is none, or if it is not floating-point.
     """
     downloaded = dict(jax.tree_util.tree_leaves_with_path(payload))
 

@@ -154,7 +154,8 @@ def _labels(path: Path, values: Any) -> np.ndarray:
 def _inputs(path: Path, values: Any) -> np.ndarray:
     """Returns inputs as float32 or uint8, images [n, height, width, channels], or int32 tokens.
 
-    For PFLlib's news each input is (tokens, length), and the length is left out.
+    For PFLlib's news each input is (tokens, length), and the length is left out. `path` is that of
+    the file, for messages.
     """
     rows = list(values)
     if rows and len(rows[0]) == 2 and np.ndim(rows[0][1]) == 0 and np.ndim(rows[0][0]) == 1:

@@ -64,7 +64,10 @@ def images(path: str, *, size: int = 32, colour: str = "rgb", owner: str = "") -
 
 
 def _find_images(name: str, folder: Path, levels: int) -> list[Path]:
-    """Returns images FOLDER/CLASS/FILE (levels 2) or FOLDER/OWNER/CLASS/FILE (3), not hidden."""
+    """Returns the images FOLDER/CLASS/FILE, or FOLDER/OWNER/CLASS/FILE if `levels` is 3.
+
+    Hidden files are left out. `name` is that of the dataset, for messages.
+    """
     pattern = "/".join(["*"] * levels)
     files = sorted(
         p

@@ -246,7 +246,10 @@ def from_arrow(name: str, table: Any) -> Table:
 
 
 def _to_array(label: str, column: Any) -> np.ndarray:
-    """Converts an Arrow array to NumPy: nested lists become axes, image files are decoded."""
+    """Converts an Arrow array to NumPy: nested lists become axes, image files are decoded.
+
+    `label` names the column in messages.
+    """
     from pyarrow import BaseExtensionType, compute, types
 
     kind = column.type
@@ -284,7 +287,10 @@ def _to_array(label: str, column: Any) -> np.ndarray:
 
 
 def _decode_images(label: str, files: list[bytes]) -> np.ndarray:
-    """Decodes contents of image files to uint8 [n, height, width, channels]."""
+    """Decodes contents of image files of one size to uint8 [n, height, width, channels].
+
+    `label` names the column in messages.
+    """
     try:
         return decode(files)
     except (OSError, ValueError) as error:

@@ -252,10 +252,19 @@ def _train(
 def _check_upload(
     method: Method, g: int, payload: PyTree, upload: PyTree
 ) -> tuple[jax.Array, dict[str, Any], dict[str, Any]]:
-    """Returns True if an upload is accepted, and the bytes downloaded and uploaded by layer.
+    """Checks an upload, and counts the bytes of the round's download and upload.
 
     An upload is rejected if it is not finite, if the norm of its change overflows float32, or if
     that norm exceeds `max_update_norm`.
+
+    Args:
+      method: The method.
+      g: Index of the client's architecture group.
+      payload: Download.
+      upload: Upload.
+
+    Returns:
+      True if the upload is accepted, bytes downloaded by layer, and bytes uploaded by layer.
     """
     squared_change = trees.squared_norm(trees.change(payload, upload))
     accepted = trees.all_finite(upload) & jnp.isfinite(squared_change)
@@ -269,9 +278,16 @@ def _check_upload(
 def _server_part(
     method: Method, g: int, client: PyTree, data: Any, state: State, i: jax.Array, t: jax.Array
 ) -> list[Any]:
-    """Computes the arrays that client `i` needs from the server for its personalised model.
+    """Computes the arrays that a client needs from the server for its personalised model.
 
-    `client`, its client-side state, and `data`, its examples, may hold shapes only.
+    Args:
+      method: The method.
+      g: Index of the client's architecture group.
+      client: Client-side state, or its shapes.
+      data: Examples of the client, or their shapes.
+      state: Server's state.
+      i: Client id.
+      t: Index of the round.
     """
     ctx = _context(method, PERSONAL, i, t, data)
     return split_personalize.server_part(method.group_algorithm(g).personalize, state, client, ctx)

@@ -144,9 +144,14 @@ def _encode_requests(
 def _read_response(
     server: Server, pending: PendingRequests, i: int, content: bytes, template: PyTree
 ) -> wire.Message:
-    """Decodes a response; raises InvalidError if it does not answer client `i`'s request.
+    """Decodes a response; raises InvalidError if it does not answer the request in `pending`.
 
-    The `template` has the arrays that a response must hold, which bound its size.
+    Args:
+      server: The running server.
+      pending: The requests.
+      i: Id of the client that responded.
+      content: Received bytes.
+      template: Arrays that the response must hold, which bound its size.
     """
     max_bytes = sum(map(trees.leaf_bytes, jax.tree.leaves(template))) + _SLACK
     expected = {
@@ -180,7 +185,10 @@ def read_update(server: Server, pending: PendingRequests, i: int, content: bytes
 def _check_upload(
     programs: ServerPrograms, g: int, payload: PyTree, upload: PyTree
 ) -> tuple[bool, dict[str, int], dict[str, int]]:
-    """Returns True if an upload of group `g` is accepted, and bytes down and up, by layer."""
+    """Checks an upload of a client in group `g`, whose download was `payload`.
+
+    Returns True if it is accepted, bytes downloaded by layer, and bytes uploaded by layer.
+    """
     accepted, down, up = jax.device_get(programs.check_upload[g](payload, upload))
     down, up = ({name: int(size) for name, size in sizes.items()} for sizes in (down, up))
     return bool(accepted), down, up

@@ -281,7 +281,10 @@ class _Processes:
         return names
 
     def wait_for_port(self, port: int, name: str, seconds: float = 120.0) -> None:
-        """Waits until the process `name` listens; raises UsageError if it ends or is too slow."""
+        """Waits until the process `name` listens at `port` of this machine.
+
+        Raises UsageError if the process ends, or does not listen within `seconds`.
+        """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             process = self.running[name]

@@ -123,7 +123,10 @@ class LinenNetwork(UserNetwork):
         return self.definition
 
     def init(self, key: jax.Array, x: jax.Array) -> dict[str, PyTree]:
-        """Returns initial variables; raises UsageError for more than `params` and `batch_stats`."""
+        """Returns initial variables of the module for examples x [B, ...].
+
+        Raises UsageError if it has collections other than `params` and `batch_stats`.
+        """
         keys = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         variables = meta.unbox(unfreeze(self.definition.init(keys, x, **self._flags(False))))
         for collection in variables:

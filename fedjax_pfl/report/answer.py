@@ -107,7 +107,10 @@ def draw(run: Run, reference_runs: Mapping[str, Run]) -> Picture | None:
 
 
 def _draw_gains(axes: Any, values: np.ndarray, names: Sequence[str], metric: Metric) -> None:
-    """Draws sorted gains [N] as a line per client or, for more than 60 clients, as an area."""
+    """Draws gains in score [N], sorted: a line per client or, for more than 60, an area.
+
+    `names` are the names of the clients.
+    """
     x = np.arange(len(values))
     masks = {"better": values > 0, "worse": values < 0, "equal": values == 0}
     for kind, mask in masks.items():

@@ -68,9 +68,9 @@ def draw(confusion: Mapping[str, Any], names: Sequence[str] = ()) -> Picture | N
 
 
 def sentence(confusion: Mapping[str, Any], names: Sequence[str] = ()) -> str:
-    """Returns a sentence with the three lowest recalls before local training, "" without counts.
+    """Returns a sentence that names the three classes with the lowest recall before local training.
 
-    For arguments see `draw`.
+    Returns "" if no examples were counted. For arguments see `draw`.
     """
     matrix = np.array(confusion.get("before") or np.zeros((0, 0)), np.float64)
     totals = matrix.sum(1)

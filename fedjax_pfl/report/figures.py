@@ -116,7 +116,10 @@ def _over_rounds(
 def _over_bytes(
     metrics: Sequence[Record], metric: Metric, reference_curves: Mapping[str, Curve]
 ) -> Picture | None:
-    """Draws mean scores over bytes moved, as `_over_rounds`; returns None if no bytes moved."""
+    """Draws mean scores over bytes moved, or returns None if no bytes moved.
+
+    Arguments are those of `_over_rounds`.
+    """
     moved = [number(r.get("bytes_down")) + number(r.get("bytes_up")) for r in metrics]
     if not any(total > 0 for total in moved):
         return None

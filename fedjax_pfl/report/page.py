@@ -374,7 +374,7 @@ def _quantiles(tested: Sequence[Mapping[str, Any]], metric: Metric, stages: Sequ
 
 
 def _collapsed(summary: str, table: str) -> str:
-    """Returns a <details> element, closed at first; both arguments are HTML."""
+    """Returns an HTML <details> element, closed at first: a heading `summary`, and a table, as HTML."""
     return f"""<details class="clients">
 <summary>Clients: {summary}</summary>
 {table}

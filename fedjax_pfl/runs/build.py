@@ -350,7 +350,7 @@ def _fit_memory(inputs: PhaseInputs, recorded: Plan | None, start: Any) -> tuple
 
 
 def _untraceable(inputs: PhaseInputs, plan: Plan, start: Any) -> Sequence[str]:
-    """Returns the swept settings that fail as traced values; all if none fails alone."""
+    """Returns the swept settings that fail alone as traced values, or all if none does."""
     names = []
     for name in inputs.swept if len(inputs.swept) > 1 else ():
         single = dataclasses.replace(inputs, swept=[name])

@@ -130,7 +130,7 @@ class Store(NamedTuple):
         return self._meta(step)["facts"]
 
     def restore(self, step: int, templates: dict[str, PyTree]) -> dict[str, PyTree]:
-        """Returns trees of NumPy arrays by name, as `save` got them.
+        """Returns the trees that `save` wrote at round `step`, as NumPy arrays, by name.
 
         Raises DamagedError if they are damaged or do not have the structure, shapes and dtypes of
         `templates`, trees by name.

@@ -329,7 +329,10 @@ def _safetensors() -> Any:
 
 
 def _client_ids(result: Result, clients: Sequence[int] | None) -> list[int]:
-    """Returns the ids in order, all for None; raises UsageError for one that does not exist."""
+    """Returns the ids of clients to export: those in `clients`, or all if None.
+
+    Raises UsageError for one that does not exist.
+    """
     n = result.federation.clients
     ids = sorted(set(range(n) if clients is None else clients))
     if invalid := [i for i in ids if not 0 <= i < n]:
@@ -370,7 +373,10 @@ def _as_list(array: Any) -> Any:
 
 
 def _by_name(variables: PyTree, algorithm: str) -> dict[str, np.ndarray]:
-    """Returns arrays by names such as params/conv1/kernel; UsageError if not in nested dicts."""
+    """Returns the arrays of nested dicts by name such as params/conv1/kernel.
+
+    Raises UsageError, which names the method `algorithm`, for other variables.
+    """
     arrays = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
         if not all(isinstance(key, jax.tree_util.DictKey) for key in path):

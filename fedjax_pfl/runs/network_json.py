@@ -51,9 +51,12 @@ def to_json(net: Any) -> dict[str, Any]:
 
 
 def from_json(content: dict[str, Any], facts: dict[str, Any], model: Any) -> Any:
-    """Returns the network, without parameters, that `to_json` described.
+    """Returns the network, without parameters, that `content` of `to_json` describes.
 
-    `facts` is the result of `export.describe`, `model` a user-defined network or None.
+    Args:
+      content: Result of `to_json`.
+      facts: Result of `export.describe`.
+      model: The network if it is user-defined, else None.
     """
     if content["kind"] != "own":
         fields = {

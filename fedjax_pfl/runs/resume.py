@@ -100,7 +100,7 @@ def group_by_checkpoint(steps: Sequence[Set[int]]) -> list[list[int]]:
 
 
 def resume(experiment: Experiment, sweep_runs: Sequence[SweepRun]) -> list[State] | None:
-    """Resumes the runs of a program at the newest round that all have an intact checkpoint of.
+    """Resumes the runs of a program at the newest round of which all have an intact checkpoint.
 
     Sets the position, the best state and `resumed_at` of each run.
 

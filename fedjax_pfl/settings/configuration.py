@@ -148,7 +148,7 @@ def suggestion(word: Any, names: Iterable[Any], template: str = "{}") -> str:
 
 
 def setting_hint(key: Any, config: ConfigDict, prefix: str = "") -> str:
-    """Returns the end of an error message about an unknown setting: a hint at existing ones.
+    """Returns the end of an error message about the unknown setting `key`: a hint at existing ones.
 
     `prefix` is the path of `config` in the whole configuration, such as "pfedla.".
     """

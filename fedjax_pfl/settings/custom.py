@@ -356,7 +356,10 @@ def _check_factory(name: str, factory: Factory, arguments: tuple[str, ...]) -> N
 
 
 def _is_storable(value: Any, hint: Any) -> bool:
-    """Returns True if a configuration can store a default; None needs a type in `hint`."""
+    """Returns True if a configuration can store `value`, the default of a setting.
+
+    None can be stored if `hint`, the annotation, has a type besides.
+    """
     if value is None:
         kinds = (kind for kind in typing.get_args(hint) if kind is not type(None))
         return any(isinstance(kind, type) for kind in kinds)

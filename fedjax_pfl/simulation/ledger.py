@@ -75,7 +75,7 @@ def add(ledger: Ledger, logs: Sequence[Log], rounds: int, free_rounds: int = 0) 
 
 
 def _tally(column: list[int], ids: np.ndarray, amounts: np.ndarray) -> None:
-    """Adds amounts [R, K] to the entries `ids` [R, K] of a list by client id, in place."""
+    """Adds amounts [R, K], of K clients in R rounds, to the entries `ids` [R, K] of `column`."""
     sums = np.zeros(len(column), np.int64)
     np.add.at(sums, ids.ravel(), amounts.ravel().astype(np.int64))
     for i in np.flatnonzero(sums):

@@ -119,9 +119,10 @@ def _operation_bytes(eqn: Any, output_bytes: int, uses: Counter[Any]) -> int:
 
 
 def _stacked(scan: Any) -> list[Any]:
-    """Returns the results of a scan that have an axis of steps, without the carry.
+    """Returns the results of a scan, an equation of a jaxpr, that have an axis of steps.
 
-    Compares ranks, because JAX 0.10 and 0.11 name the parameter with their number differently.
+    The carry has none. Compares ranks, because JAX 0.10 and 0.11 name the parameter with the number
+    of these results differently.
     """
     step_results = scan.params["jaxpr"].jaxpr.outvars
     pairs = zip(scan.outvars, step_results, strict=True)

@@ -384,7 +384,7 @@ def _train(
 
 
 def _counted(traffic: dict[str, Any], is_counted: jax.Array) -> dict[str, jax.Array]:
-    """Returns a client's bytes by layer as int32 scalars; zeros unless `is_counted`."""
+    """Returns bytes by layer, `traffic`, as int32 scalars; zeros unless `is_counted`, a bool []."""
     for layer, count in traffic.items():
         if isinstance(count, int) and count >= 2**31:
             raise UsageError(f"layer {layer} has {count:,} bytes; at most 2**31 - 1 can be counted")

@@ -151,7 +151,16 @@ def _score(
     split: Split,
     count_confusion: bool = False,
 ) -> local_training.Scores:
-    """Returns sums over a split of one client's examples, for a model with these variables."""
+    """Returns sums of scores over a split of one client's examples.
+
+    Args:
+      task: Loss and metrics.
+      member: Algorithm of the client's group.
+      data: Examples of the client.
+      variables: Variables of the model to score.
+      split: The split.
+      count_confusion: Whether to count the confusion matrix.
+    """
     return local_training.evaluate(
         member.predict, variables, data, split, task, count_confusion=count_confusion
     )

@@ -307,7 +307,7 @@ class ClientStore:
         return layout.from_bytes(k, self.records(g, ids, *layout.span(k)))
 
     def column(self, g: int, k: int) -> np.ndarray:
-        """Returns leaf `k` of all clients, [N, ...]."""
+        """Returns leaf `k` of all clients in group `g`, [N, ...]."""
         rows = self.groups[g]
         column = np.repeat(rows.layout.leaf(k, rows.first), rows.clients, 0)
         for ids in rows.blocks(self.written(g)):
@@ -364,7 +364,10 @@ class Snapshot(ClientStore):
     def records(
         self, g: int, ids: np.ndarray, start: int = 0, end: int | None = None
     ) -> np.ndarray:
-        """Returns bytes `start` to `end` of some clients' records, uint8 [K, end - start]."""
+        """Returns bytes `start` to `end` of some clients' records, uint8 [K, end - start].
+
+        They are the records at the time of the snapshot. `g` and `ids` are as for `ClientStore`.
+        """
         records = self.groups[g].records(ids, start, end)
         is_unchanged = self.groups[g].slot[ids] < 0
         records[is_unchanged] = self.current.groups[g].records(ids[is_unchanged], start, end)

@@ -353,7 +353,10 @@ class StreamedProgram:
         ]
 
     def _fetch_block(self, clients: ClientStore, g: int, ids: np.ndarray) -> FetchedCohort:
-        """Fetches clients of group `g` to evaluate, padded with empty slots to a block's length."""
+        """Fetches the clients `ids` of group `g` to evaluate.
+
+        Empty slots pad them to the length of a block.
+        """
         padding = self._block_length(self._evaluated_ids()[g]) - len(ids)
         padded = np.pad(ids, (0, padding), mode="edge")
         return self._fetch(clients, g, Slots(padded, np.arange(len(padded)) < len(ids)), test=True)

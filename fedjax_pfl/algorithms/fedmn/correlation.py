@@ -191,7 +191,14 @@ def logits(network: Correlation, variables: PyTree, client: Signature) -> jax.Ar
 def pull(
     network: Correlation, variables: PyTree, client: Signature, cotangent: jax.Array
 ) -> PyTree:
-    """Returns the gradient of ⟨cotangent [E], logits⟩ in the parameters; it is 0 for φx and φy."""
+    """Returns the gradient of ⟨cotangent [E], logits⟩ in the router's parameters; 0 for φx and φy.
+
+    Args:
+      network: The router.
+      variables: Its variables.
+      client: Signature of the client, from which the logits are computed.
+      cotangent: Gradient in the logits, [E].
+    """
     params, model_state = local_training.split_variables(variables)
 
     def product(params: PyTree) -> jax.Array:
@@ -209,10 +216,10 @@ def averaged(variables: PyTree, client: Signature, share: Any) -> PyTree:
 
 
 def balanced(z: jax.Array, layout: tuple[int, ...]) -> jax.Array:
-    """Subtracts from logits z [E] the mean over the sources of each block, and of the output.
+    """Centres logits of gates, z [E], over the gates into each block, and into the output.
 
-    A factor keeps their standard deviation. The gate of an only source gets a large logit, so that
-    it is open. Returns shape [E].
+    A factor keeps their standard deviation. The only gate into a block gets a large logit, so that
+    it is open. `layout` has the number of blocks of each layer. Returns shape [E].
     """
     parts = []
     for matrix in router.cut(z, layout):

@@ -122,7 +122,11 @@ def mean(gates: jax.Array, values: list[jax.Array]) -> jax.Array:
 
 
 def blocks(layout: tuple[int, ...], trimmed: bool = False) -> list[str]:
-    """Returns the names of blocks, after encoders if `trimmed`, in the order of `router.active`."""
+    """Returns the names of the blocks of a network, in the order of `router.active`.
+
+    `layout` has the number of blocks of each layer. With `trimmed`, encoders come first; else they
+    are left out.
+    """
     encoders = [f"encoder{j}" for j in range(1, layout[0] + 1)] if trimmed else []
     return encoders + [
         f"block{i}_{j}" for i, n in enumerate(layout[1:], 2) for j in range(1, n + 1)

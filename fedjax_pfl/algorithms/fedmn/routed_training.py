@@ -36,7 +36,7 @@ from fedjax_pfl.networks.user_defined import UserNetwork
 
 
 class Client(NamedTuple):
-    """State kept on the client between rounds. E is the number of gates."""
+    """State that one client keeps between rounds. E is the number of gates."""
 
     pi: jax.Array  # [E]; probability that a gate opens, in its last round; 0 before
     gates: jax.Array  # [E]; gates sampled in that round, 0 (closed) to 1 (open)

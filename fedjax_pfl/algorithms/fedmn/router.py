@@ -82,9 +82,14 @@ def concatenated(router: Router, outputs: int, size: int) -> Routing:
 def logits(
     router: Router, variables: PyTree, data: ClientData, outputs: int, size: int
 ) -> jax.Array:
-    """Returns logit π, (9): the mean of `router` over one client's training examples, [E].
+    """Returns one client's logits of gates, [E], (9): the mean of `router` over its examples.
 
-    Examples have `outputs` classes and are read in batches of `size`.
+    Args:
+      router: The router.
+      variables: Its variables.
+      data: Data of the client, of which training examples count.
+      outputs: Number of classes.
+      size: Number of examples read at a time.
     """
 
     def share_of(batch: Batch) -> jax.Array:

@@ -47,10 +47,14 @@ class Rows(NamedTuple):
 
 
 class Client(NamedTuple):
-    """Client-side state."""
+    """State that one client keeps between rounds, stacked over clients in `State.clients`.
+
+    `momentum` has optimiser states by part of the model: "kept" for the layers that stay on the
+    client and, if clients keep their optimiser, "generated" for those from the hypernetwork.
+    """
 
     personal: PyTree  # variables that are not generated: BatchNorm statistics, in PC the head
-    momentum: dict[str, PyTree]  # optimiser state of the layers "generated" and "kept" here
+    momentum: dict[str, PyTree]
 
 
 def build_algorithm(

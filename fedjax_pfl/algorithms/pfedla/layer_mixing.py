@@ -72,7 +72,7 @@ def check_layer_mixing(
     """Raises UsageError for settings that pFedLA cannot use.
 
     `layers` is the number of rows of alpha; `sizes` has embedding, hidden and depth of the
-    hypernetwork. The others are the settings of `pfedla` of the same name.
+    hypernetwork. k, granularity, normalise and rate are those of `pfedla`.
     """
     require(federation.clients >= 2, "pfedla mixes models of clients; clients must be at least 2")
     require(

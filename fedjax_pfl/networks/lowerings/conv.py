@@ -109,7 +109,7 @@ def _convolve(
 
 
 def _unsupported(lhs: jax.Array, rhs: jax.Array, options: _Options, depthwise: bool) -> str:
-    """Returns the feature that the lowerings here lack, in words, or ""."""
+    """Returns the name of an option of a convolution that no lowering here has, or ""."""
     if lhs.ndim != 4:
         return f"{lhs.ndim - 2} spatial dimensions"
     layout = lax.conv_dimension_numbers(lhs.shape, rhs.shape, options.dimension_numbers)
@@ -158,7 +158,7 @@ def _outputs(x: jax.Array, k: jax.Array, strides: tuple[int, int]) -> tuple[int,
 
 
 def _unshift(parts: list[jax.Array], axis: int, length: int, stride: int) -> jax.Array:
-    """Adds strided slices of an axis to zeros of its `length`; the transpose of `shifts`."""
+    """Adds `parts` to strided slices of zeros of this `length`; the transpose of `shifts`."""
     span = (parts[0].shape[axis] - 1) * stride + 1
     no_padding = (0, 0, 0)
     paddings = [(i, length - i - span, stride - 1) for i in range(len(parts))]
@@ -169,7 +169,7 @@ def _unshift(parts: list[jax.Array], axis: int, length: int, stride: int) -> jax
 
 
 def _product(a: jax.Array, b: jax.Array, axes: tuple[int, int], spec: _Spec) -> jax.Array:
-    """Contracts two matrices over one axis each, accumulating in at least float32."""
+    """Multiplies matrices, summing over axis axes[0] of a and axes[1] of b in at least float32."""
     dimensions = (((axes[0],), (axes[1],)), ((), ()))
     wide = jnp.float32 if a.dtype.itemsize < 4 else a.dtype
     return lax.dot_general(a, b, dimensions, precision=spec.precision, preferred_element_type=wide)
@@ -186,7 +186,7 @@ def _patches_forward(x: jax.Array, k: jax.Array, spec: _Spec) -> jax.Array:
 
 
 def _windows(x: jax.Array, k: jax.Array, strides: tuple[int, int]) -> jax.Array:
-    """Returns the windows of x, [B·H'·W', h·w·C], in the order of a kernel's first three axes."""
+    """Returns the windows of x [B, H, W, C] under k [h, w, C, O], as [B·H'·W', h·w·C]."""
     oh, ow = _outputs(x, k, strides)
     rows = shifts(x, 1, k.shape[0], strides[0], oh)
     views = [view for row in rows for view in shifts(row, 2, k.shape[1], strides[1], ow)]
@@ -223,7 +223,7 @@ def _rows_forward(x: jax.Array, k: jax.Array, spec: _Spec) -> jax.Array:
 
 
 def _row_windows(x: jax.Array, k: jax.Array, strides: tuple[int, int]) -> list[jax.Array]:
-    """Returns the windows along the width for every kernel row, [B·H'·W', w·C] each."""
+    """Returns the windows along the width for every row of k, [B·H'·W', w·C] each."""
     oh, ow = _outputs(x, k, strides)
     wide = jnp.concatenate(shifts(x, 2, k.shape[1], strides[1], ow), -1)
     rows = shifts(wide, 1, k.shape[0], strides[0], oh)
@@ -379,10 +379,7 @@ def _pool_forward(x: jax.Array, window: tuple[int, int]) -> tuple[jax.Array, Any
 
 
 def _pool_backward(window: tuple[int, int], residuals: Any, g: jax.Array) -> tuple[jax.Array]:
-    """Returns a tuple with the gradient of x, given g, the gradient of the pooled y.
-
-    `residuals` are (x, y).
-    """
+    """Returns a tuple with the gradient of x, where (x, pooled y) = `residuals`."""
     # Comparing again is faster than storing indices, which XLA recomputes for every output.
     x, y = residuals
     split, free = _split(x, window), jnp.ones(y.shape, bool)

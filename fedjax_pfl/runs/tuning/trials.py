@@ -286,7 +286,10 @@ def _split_evenly(jobs: list[Job], max_runs: int | None) -> list[list[Job]]:
 
 
 def _directory_name(method: str, point: Point, seed: int, key: str) -> str:
-    """Returns a directory name: the settings of the point, and a digest of all settings (`key`)."""
+    """Returns the name of a run's directory: method, settings of the point, seed, and `key`.
+
+    `key` is a digest of all settings.
+    """
     pairs = [*(f"{name}={format_value(value)}" for name, value in point.items()), f"seed={seed}"]
     safe = "".join(c if c.isalnum() or c in "-_.=," else "_" for c in ",".join(pairs))[:150]
     return f"{method}/{safe}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
