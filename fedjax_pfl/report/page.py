@@ -374,7 +374,7 @@ def _quantiles(tested: Sequence[Mapping[str, Any]], metric: Metric, stages: Sequ
 
 
 def _collapsed(summary: str, table: str) -> str:
-    """Returns an HTML <details> element, closed at first: a heading `summary`, and a table, as HTML."""
+    """Returns an HTML <details> element, closed at first: `summary` and `table`, both HTML."""
     return f"""<details class="clients">
 <summary>Clients: {summary}</summary>
 {table}
