@@ -74,6 +74,7 @@ GRIDS = {
     "fedprox": "fedprox.mu=.01,.1,1",
     "fedproto": "fedproto.penalty=.1,1; fedproto.decides=prototype,head",
     "fedrep": "fedrep.head_epochs=2,10",
+    "floco": "floco.place_after=2,10; floco.radius=.1,.5",
     "flute": "flute.collapse=.05,.25; flute.head_epochs=0,9",
     "gpfl": "gpfl.penalty=.0001,.01; gpfl.decay=0,.01,.1",
     "knn_per": "knn_per.neighbours=5,10; knn_per.weight=.25,.5,.75",

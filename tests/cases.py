@@ -108,6 +108,15 @@ def _collaborated(first: State, last: State) -> bool:
     return has_mixed and bool((heads[0] != heads[1]).any() and last.server["seen"].all())
 
 
+def _placed(first: State, last: State) -> bool:
+    """Requires regions at different places of the simplex, and endpoints that moved."""
+    settings = CASES["floco"].settings
+    method = algorithms.floco(tiny.Net(), training(), tiny.federated()[1], **settings)
+    places = np.unique(jax.jit(method.observe)(last)["centre"], axis=0)
+    has_moved = moved(first.server.variables, last.server.variables)
+    return has_moved and bool(last.server.is_placed) and len(places) > 2
+
+
 _POOL = {"layout": LAYOUT, "width": 4, "hidden": 5, "dropout": 0.2}
 # Encoder, φx and router, or encoder and the router's gates; then one or two blocks in each layer.
 _ALWAYS, _LIGHT = (108 + 99) + 4 * 2 + 6 * 8, 108 + 4 * 8 + (3 + 9 + 3)
@@ -192,6 +201,12 @@ CASES = {
         _collaborated,
         lambda model: (model + _PROTOTYPES + 3, model + 2 * _PROTOTYPES + 12 + 4),
         training={"learning_rate": 0.03},
+    ),
+    # Two more heads; down also a centre of three numbers and a radius.
+    "floco": Case(
+        {"endpoints": 3, "place_after": 2, "radius": 0.5},
+        _placed,
+        lambda model: (model + 2 * 4 * _HEAD + 16, model + 2 * 4 * _HEAD),
     ),
     # Upload: a mask of classes.
     "flute": Case(

@@ -34,6 +34,7 @@ from fedjax_pfl.algorithms.fedproto import FEDPROTO, fedproto
 from fedjax_pfl.algorithms.fedprox import FEDPROX, fedprox
 from fedjax_pfl.algorithms.fedrep import FEDREP, fedrep
 from fedjax_pfl.algorithms.fedrod import FEDROD, fedrod
+from fedjax_pfl.algorithms.floco import FLOCO, floco
 from fedjax_pfl.algorithms.flute import FLUTE, flute
 from fedjax_pfl.algorithms.gpfl import GPFL, gpfl
 from fedjax_pfl.algorithms.knn_per import KNN_PER, knn_per
@@ -80,6 +81,7 @@ METHODS: dict[str, Method] = {
         FEDPROX,
         FEDREP,
         FEDROD,
+        FLOCO,
         FLUTE,
         GPFL,
         KNN_PER,
@@ -129,6 +131,7 @@ __all__ = [
     "fedprox",
     "fedrep",
     "fedrod",
+    "floco",
     "flute",
     "gpfl",
     "knn_per",

@@ -52,6 +52,7 @@ def after_rounds(name, rounds=2, **settings):
         ("fedpac", {"penalty": 0.0, "head_epochs": 10}, "fedrep", 1),
         ("fedprox", {"mu": 0.0}, "fedavg", 2),
         ("fedproto", {"penalty": 0.0}, "local", 2),
+        ("floco", {"endpoints": 1, "place_after": 1}, "fedavg", 2),
         ("flute", dict.fromkeys(_FLUTE, 0), "fedper", 2),
         ("l2gd", {"pull": 0.0}, "local", 2),
         ("l2gd", {"pull": 1.0}, "fedavg", 2),

@@ -63,6 +63,9 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("fedfomo", {"epsilon": 1.5}, "0 to 1"),
     ("fedfomo", {"epsilon_decay": -0.1}, "at least 0"),
     ("fedlc", {"tau": -1.0}, "at least 0"),
+    ("floco", {"endpoints": 0}, "at least 1"),
+    ("floco", {"place_after": 0}, "at least 1"),
+    ("floco", {"radius": -1.0}, "at least 0"),
     ("flute", {"collapse": -1.0}, "at least 0"),
     ("flute", {"head_epochs": -1}, "at least 0"),
     ("gpfl", {"penalty": -1.0}, "at least 0"),
@@ -174,6 +177,7 @@ def test_invalid_federations(name: str, changes: Any, settings: Any, message: st
     [
         ("fedbn", MLP(), "^fedbn needs a network with BatchNorm"),
         ("fedper", MLP(hidden=()), "this one has only fc1"),
+        ("floco", WithoutHead(), "^floco mixes heads, and this network has no layer"),
         ("fedproto", WithoutHead(), "^fedproto compares the inputs of the head"),
         ("pfedhn_pc", MLP(hidden=()), "^pfedhn_pc .* has no other"),
         ("factorized_fl", ZeroHead(NETWORK), "^factorized_fl .* set zero_head=False"),
