@@ -42,20 +42,22 @@ def inner_programs(equation: Any) -> Iterator[Jaxpr]:
     yield from core.jaxprs_in_params(equation.params)
 
 
-def compute_with_used(
-    f: Callable[..., list[Any]], shapes: Sequence[Any], fetch: Callable[[int], Any]
-) -> list[Any]:
-    """Computes f(*arguments) and fetches only the arguments that the results depend on.
+def with_used_arguments(
+    f: Callable[..., list[Any]], shapes: Sequence[Any]
+) -> Callable[[Callable[[int], Any]], list[Any]]:
+    """Returns a jitted function that computes f from only the arguments that it depends on.
 
     Args:
       f: Function of arrays; returns a list of arrays.
       shapes: Shape and dtype of each argument, such as `jax.ShapeDtypeStruct`.
-      fetch: k -> argument k, an array.
+
+    Returns:
+      fetch -> results of f, where `fetch` maps k to argument k, an array.
     """
     closed = jax.make_jaxpr(f)(*shapes)
     pruned, is_used = prune(closed.jaxpr)
-    arguments = [fetch(k) for k, used in enumerate(is_used) if used]
-    return jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(pruned, closed.consts)))(*arguments)
+    compiled = jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(pruned, closed.consts)))
+    return lambda fetch: compiled(*(fetch(k) for k, used in enumerate(is_used) if used))
 
 
 def interpret(

@@ -88,7 +88,7 @@ def initial_state(
                 results.append(value)
         return results
 
-    results = jaxprs.compute_with_used(lean_init, shapes, fetch)
+    results = jaxprs.with_used_arguments(lean_init, shapes)(fetch)
     computed = iter(results[rest_count:])
     leaves = []
     for kind in kinds:

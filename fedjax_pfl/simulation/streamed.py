@@ -81,6 +81,7 @@ class StreamedProgram:
             jit(partial(self._score, functions.score_cohort(g)))
             for g in range(len(self.spec.members))
         ]
+        self._observe: dict[Any, tuple[list[str], Callable[..., list[Any]]]] = {}
         self.offloaded_rows: OffloadedRows | None = None  # set by the first state
         self.worker = ThreadPoolExecutor(1)
         self.prefetched: tuple[int, Future[list[FetchedCohort]]] | None = None  # round, cohort
@@ -268,19 +269,13 @@ class StreamedProgram:
     def observe(self, algorithm: Algorithm, state: State) -> dict[str, np.ndarray]:
         """Returns the diagnostics of the method's `observe`, arrays by name.
 
-        Only leaves of all clients that these arrays depend on are read.
+        Only leaves of all clients that these arrays depend on are read. Compiled once per method.
         """
         offloaded, clients = self._read_from(state.clients), state.clients
         group_store = ClientStore(clients.groups[: len(self.spec.members)], clients.has_groups)
-        shapes, structure = jax.tree.flatten(group_store.fill(state, group_store.shape))
-        names: list[str] = []
-
-        def flat_observe(*leaves: Any) -> list[Any]:
-            full_state = jax.tree.unflatten(structure, leaves)
-            observed = algorithm.observe(full_state._replace(rows=offloaded.join(full_state.rows)))
-            names[:] = observed
-            return [observed[name] for name in names]
-
+        if algorithm.observe not in self._observe:
+            self._observe[algorithm.observe] = _observe(algorithm, state, group_store, offloaded)
+        names, compute = self._observe[algorithm.observe]
         shared = jax.tree.leaves(jax.device_get(state._replace(clients=())))
         columns = [
             partial(clients.column, g, k)
@@ -291,8 +286,7 @@ class StreamedProgram:
         def fetch(k: int) -> Any:
             return shared[k] if k < len(shared) else columns[k - len(shared)]()
 
-        values = jaxprs.compute_with_used(flat_observe, shapes, fetch)
-        return dict(zip(names, jax.device_get(values), strict=True))
+        return dict(zip(names, jax.device_get(compute(fetch)), strict=True))
 
     def _train(self, key: Any, shared: State, cohort_batches: Any, t: Any) -> Any:
         """Like `RoundFunctions.run_cohort`, with offloaded rows.
@@ -383,3 +377,22 @@ class StreamedProgram:
             slots, places, rows = self.place((Slots(*slots), places, rows))
             batches.append(CohortBatch(slots=slots, places=places, data=data, clients=rows))
         return tuple(batches)
+
+
+def _observe(
+    algorithm: Algorithm, state: State, clients: ClientStore, offloaded: OffloadedRows
+) -> tuple[list[str], Callable[..., list[Any]]]:
+    """Returns names and a function of the method's diagnostics; see `jaxprs.with_used_arguments`.
+
+    Its arguments are the leaves of a `state` whose clients are in the store `clients`.
+    """
+    shapes, structure = jax.tree.flatten(clients.fill(state, clients.shape))
+    names: list[str] = []
+
+    def flat_observe(*leaves: Any) -> list[Any]:
+        full_state = jax.tree.unflatten(structure, leaves)
+        observed = algorithm.observe(full_state._replace(rows=offloaded.join(full_state.rows)))
+        names[:] = observed
+        return [observed[name] for name in names]
+
+    return names, jaxprs.with_used_arguments(flat_observe, shapes)
