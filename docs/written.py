@@ -130,7 +130,7 @@ def speed(name: str) -> str:
     """Returns the tables of a measurement by `experiments.benchmark`, and its conditions."""
     record = _load(name)
     rival_names = {key: None for item in record["items"].values() for key in item["who"]}
-    del rival_names["ours"]
+    del rival_names["library"]
     parts = [_speedups(record["items"], list(rival_names))] if rival_names else []
     parts += [layouts.table(part) for part in [record.get("layouts")] if part]
     return f"{text_tables.markdown(parts)}\n\nMeasured on {benchmark.conditions(record)}."
@@ -140,12 +140,12 @@ def _speedups(items: Mapping[str, Any], rival_names: Sequence[str]) -> text_tabl
     """Returns a table of the workloads with the speedup over each rival."""
     rows = []
     for item in items.values():
-        ours, row = item["who"]["ours"], [item["about"]]
-        row.append(f"{ours['ms_per_client_step']:.3g}")
+        timing, row = item["who"]["library"], [item["about"]]
+        row.append(f"{timing['ms_per_client_step']:.3g}")
         for entry in map(item["who"].get, rival_names):
             low, high = entry["range"] if entry else (0, 0)
             row.append(f"{entry['times_faster']:.2f} x ({low:.2f}-{high:.2f})" if entry else "")
-        share = f"{100 * ours['share_of_peak'][0]:.0f} %"
+        share = f"{100 * timing['share_of_peak'][0]:.0f} %"
         rows.append([*row, f"{item['compile_seconds']:.1f}", share])
     speedups = [rivals.NAMES[name] for name in rival_names]
     heads = ["ms per client step", *speedups, "compile (s)", "of peak"]

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import flags
 
-from experiments.libraries import ours, rivals, scored
-from experiments.libraries.methods import METHODS, Theirs
+from experiments.libraries import reference_work, rivals, scored
+from experiments.libraries.methods import METHODS, Rival
 from experiments.libraries.rivals import Child, Gone
 from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.core.errors import UsageError
@@ -36,7 +36,7 @@ ROUNDING = 1e-4  # smaller relative distances come from the order of float32 sum
 
 
 class Gap(NamedTuple):
-    """‖ours − theirs‖ relative to how far theirs moved since the start; None if they did not."""
+    """‖library − rival‖ relative to how far the rival moved since the start; None if it did not."""
 
     server: float | None
     clients: float | None
@@ -47,40 +47,40 @@ class Gap(NamedTuple):
         return max((value for value in self if value is not None), default=float("inf"))
 
 
-def gap(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], t: int) -> Gap:
+def gap(library: Mapping[str, np.ndarray], rival: Mapping[str, np.ndarray], t: int) -> Gap:
     """Returns the gap after t rounds over the parameters that both libraries have.
 
     Args:
-      ours: Parameters of this library by ROUND/OWNER/NAME.
-      theirs: Parameters of the rival, by the same names.
+      library: Parameters of this library by ROUND/OWNER/NAME.
+      rival: Parameters of the rival, by the same names.
       t: Number of rounds.
     """
 
     def part(is_server: bool) -> float | None:
         distance = movement = 0.0
-        for name, value in theirs.items():
+        for name, value in rival.items():
             round_, owner, leaf = name.split("/")
-            if round_ == str(t) and (owner == "server") == is_server and name in ours:
-                distance += float(np.sum(np.square(np.float64(ours[name]) - value)))
-                change = np.float64(value) - theirs[f"0/{owner}/{leaf}"]
+            if round_ == str(t) and (owner == "server") == is_server and name in library:
+                distance += float(np.sum(np.square(np.float64(library[name]) - value)))
+                change = np.float64(value) - rival[f"0/{owner}/{leaf}"]
                 movement += float(np.sum(np.square(change)))
         return float(np.sqrt(distance / movement)) if movement else None
 
     return Gap(part(True), part(False))
 
 
-def verdict(first: Gap, last: Gap, theirs: Theirs) -> dict[str, Any]:
+def verdict(first: Gap, last: Gap, rival: Rival) -> dict[str, Any]:
     """Returns the verdict on a method, as the results file holds it.
 
     Args:
       first: Gap after one round.
       last: Gap after all rounds.
-      theirs: The method in the other library.
+      rival: The method in the other library.
     """
     entry = {"after 1": first._asdict(), "after all": last._asdict()}
     if max(first.worst, last.worst) < ROUNDING:
         return {**entry, "verdict": "same"}
-    return {**entry, "verdict": "differs", "why": theirs.why}
+    return {**entry, "verdict": "differs", "why": rival.why}
 
 
 class Side(NamedTuple):
@@ -105,10 +105,10 @@ def rival_results(side: Side, runs: Sequence[Run]) -> Iterator[dict[str, np.ndar
     with tempfile.TemporaryDirectory() as folder:
         specs: list[dict[str, Any]] = []
         for k, (name, work, options) in enumerate(runs):
-            theirs: Theirs = getattr(METHODS[name], side.library)
+            rival: Rival = getattr(METHODS[name], side.library)
             paths = {key: str(Path(folder, f"{key}{k}.npz")) for key in ("work", "out")}
             np.savez(paths["work"], **work)  # type: ignore[arg-type]
-            settings = {"epochs": theirs.epochs, "settings": dict(theirs.settings)}
+            settings = {"epochs": rival.epochs, "settings": dict(rival.settings)}
             specs.append({"algorithm": name, **settings, **paths, **options})
         script = str(rivals.ADAPTERS / f"agree_{side.library}.py")
         child = Child([*side.start, script], {"checkout": side.checkout, "runs": specs}, side.limit)
@@ -124,14 +124,14 @@ def rival_results(side: Side, runs: Sequence[Run]) -> Iterator[dict[str, np.ndar
 
 def compare_parameters(side: Side, name: str) -> Any:
     """Returns the verdict on a method of a library, by parameters."""
-    work = ours.work(METHODS[name].norm, METHODS[name].examples)
-    run = Run(name, work, {"rounds": ours.ROUNDS, "rate": ours.RATE})
+    work = reference_work.work(METHODS[name].norm, METHODS[name].examples)
+    run = Run(name, work, {"rounds": reference_work.ROUNDS, "rate": reference_work.RATE})
     try:
-        (theirs,) = rival_results(side, [run])
+        (rival,) = rival_results(side, [run])
     except Gone as reason:
         return {"verdict": "not run", "why": str(reason)}
-    parameters = ours.rounds(name, work)
-    first, last = (gap(parameters, theirs, t) for t in (1, ours.ROUNDS))
+    parameters = reference_work.rounds(name, work)
+    first, last = (gap(parameters, rival, t) for t in (1, reference_work.ROUNDS))
     return verdict(first, last, getattr(METHODS[name], side.library))
 
 
@@ -177,15 +177,15 @@ def accuracies(
             if stored.get(key) != value:
                 raise UsageError(f"{out} has {key} {stored.get(key)}, not {value}; name another")
         results = stored
-    our_scores = results.setdefault("ours", {})
+    library_scores = results.setdefault("library", {})
     for side in sides:
-        rival_scores = results.setdefault("theirs", {}).setdefault(side.library, {})
+        rival_scores = results.setdefault("rivals", {}).setdefault(side.library, {})
         missing = [
             n for n in methods if getattr(METHODS[n], side.library) and n not in rival_scores
         ]
         for name, means in rival_accuracies(side, missing, seeds, rounds):
-            if name not in our_scores:
-                our_scores[name] = scored.rounds(name, METHODS[name].norm, range(seeds), rounds)
+            if name not in library_scores:
+                library_scores[name] = scored.rounds(name, METHODS[name].norm, range(seeds), rounds)
             rival_scores[name] = means
             print(f"{side.library} {name}", file=sys.stderr, flush=True)
             if out is not None:

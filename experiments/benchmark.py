@@ -88,9 +88,9 @@ def measured(
       few: The same work with few clients, to compare the time of a step with.
     """
     load_before, cores_before = round(os.getloadavg()[0], 1), work.busy_cores()
-    ours = work.ours(item)
-    ours.run()
-    reference = work.ours(few) if few else None
+    workload = work.compiled(item)
+    workload.run()
+    reference = work.compiled(few) if few else None
     if reference:
         reference.run()
     children: dict[str, Child] = {}
@@ -98,7 +98,7 @@ def measured(
     missing: dict[str, str] = {}
     try:
         for rival, (start, path) in commands.items():
-            spec = {**item.spec(ours.parameters), "checkout": path}
+            spec = {**item.spec(workload.parameters), "checkout": path}
             children[rival] = Child(start, spec, limit)
             try:
                 rival_facts[rival] = children[rival].wait_until_ready()
@@ -106,14 +106,16 @@ def measured(
                 missing[rival] = str(error)
         timers = {rival: child.go for rival, child in children.items() if rival not in missing}
         time_few = (lambda: _clocked(reference)) if reference else None
-        timed, failures = turns.take(lambda: _clocked(ours), timers, work.peak, repeats, time_few)
+        timed, failures = turns.take(
+            lambda: _clocked(workload), timers, work.peak, repeats, time_few
+        )
     finally:
         for child in children.values():
             child.close()
     for rival, reason in {**missing, **failures}.items():
         print(f"{name}: {rivals.NAMES[rival]} was not timed: {reason}", file=sys.stderr)
     steps = item.client_steps
-    entries = turns.summary(timed, steps, steps * ours.flops)
+    entries = turns.summary(timed, steps, steps * workload.flops)
     step_ratio = turns.step_ratio(timed, steps, few.client_steps) if few else None
     return {
         "about": item.about,
@@ -127,22 +129,22 @@ def measured(
         "seeds": item.seeds,
         "client_steps": steps,
         "batch": item.batch,
-        "parameters": ours.parameters,
-        "flops_per_client_step": ours.flops,
-        "plan": ours.plan,
-        "compile_seconds": round(ours.compile_seconds, 2),
+        "parameters": workload.parameters,
+        "flops_per_client_step": workload.flops,
+        "plan": workload.plan,
+        "compile_seconds": round(workload.compile_seconds, 2),
         "peak_gflops": [round(turn.peak / 1e9, 1) for turn in timed],
         "who": {
             library: {**rival_facts.get(library, {}), **entry} for library, entry in entries.items()
         },
         "missing": {**missing, **failures},
-        **({"step_beside_few": [round(ratio, 3) for ratio in step_ratio]} if step_ratio else {}),
+        **({"step_ratio": [round(ratio, 3) for ratio in step_ratio]} if step_ratio else {}),
     }
 
 
-def _clocked(ours: work.Ours) -> float:
+def _clocked(workload: work.Workload) -> float:
     start = time.perf_counter()
-    ours.run()
+    workload.run()
     return time.perf_counter() - start
 
 

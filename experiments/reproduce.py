@@ -317,7 +317,7 @@ def page(options: Options, table: Table, places: Sequence[Place], form: str) -> 
     seed_range = f"seeds 0 to {seeds - 1}" if seeds > 1 else "seed 0"
     head = [
         f"{options.table}. {table.about}.",
-        f"Ours, scale {options.scale}, {seed_range}: {table.ours}. Gap: ours minus published. "
+        f"Ours, scale {options.scale}, {seed_range}: {table.measured}. Gap: ours minus published. "
         "±: over seeds, each with its own partition.",
     ]
     tail = remarks(options, table, places)

@@ -324,8 +324,8 @@ def test_pages_contain_the_generated_values(written):
     results = (ROOT / "experiments" / "results" / "pfedla.md").read_text()
     place = {"table": "pfedla/table1", "row": "fedrep", "column": "cifar10-n10"}
     cells = agreement.load(agreement.RESULTS)["cells"]
-    (ours,) = (cell["ours"] for cell in cells if place.items() <= cell.items())
-    assert f"| fedrep | 58.01 ± 0.56 | {np.mean([*ours.values()]):.2f} " in results
+    (measured,) = (cell["measured"] for cell in cells if place.items() <= cell.items())
+    assert f"| fedrep | 58.01 ± 0.56 | {np.mean([*measured.values()]):.2f} " in results
     assert "| `pfedla.rate` | `0.5` |" in text("pfedla.md")
     assert "(∂θ̄_i/∂ψ_i)ᵀ Δθ_i" in text("pfedla.md")
     assert all(f"`{name}`" in text("tables.md") for name in TABLES)

@@ -96,7 +96,7 @@ def make_run(checkout: str, spec: child.Spec) -> Callable[[], None]:
             super().__init__()
             self.base, self.classifier = state.network(start)
 
-    DATASETS["mnist"], MODELS["ours"] = Examples, Network
+    DATASETS["mnist"], MODELS["library"] = Examples, Network
     settings = dict(spec["settings"])
     if method == "fedpac":
         settings["classifier_lr"] = spec["rate"]
@@ -110,7 +110,7 @@ def make_run(checkout: str, spec: child.Spec) -> Callable[[], None]:
     server = fl_bench.make_server(
         checkout,
         _SERVERS[method],
-        ("mnist", "ours"),
+        ("mnist", "library"),
         spec["rate"],
         options,
         test=True,

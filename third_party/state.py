@@ -1,7 +1,7 @@
 """The small network that libraries are compared on, and results in files.
 
 Needs torch. Parameters are named fc1.weight, fc1.bias, bn1.weight, ..., fc2.bias and have PyTorch's
-shapes. The work is an .npz file, see `experiments.libraries.ours.work`.
+shapes. The work is an .npz file, see `experiments.libraries.reference_work.work`.
 """
 
 from collections import OrderedDict

@@ -19,7 +19,7 @@ _LONGEST = 20  # kernels that are listed by name; the rest is summed
 
 def profile(item: work.Work) -> dict[str, Any]:
     """Runs an item once under the profiler and returns its device time by kernel."""
-    run = work.ours(item).run
+    run = work.compiled(item).run
     run()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

@@ -103,7 +103,7 @@ def _compiled(network: str, size: Size, layout: Layout) -> Callable[[], None]:
         settings={"conv": layout.conv, "chunk": layout.chunk or size.clients},
     )
     with jax.default_matmul_precision(layout.precision and PRECISIONS[layout.precision]):
-        return work.ours(item).run
+        return work.compiled(item).run
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> Table:

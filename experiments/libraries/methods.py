@@ -1,7 +1,7 @@
 """Methods that are compared with other libraries: their settings, and why some results differ.
 
-`Method.ours` are settings of this library. `Theirs` has the same settings by a rival's names.
-`Theirs.why` tells which code of the rival differs, and which library follows the paper.
+`Method.settings` are settings of this library. `Rival` has the same settings by other names.
+`Rival.why` tells which code of the rival differs, and which library follows the paper.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 EPOCHS = 3
 
 
-class Theirs(NamedTuple):
+class Rival(NamedTuple):
     """A method in another library."""
 
     settings: Mapping[str, Any]
@@ -22,9 +22,9 @@ class Theirs(NamedTuple):
 class Method(NamedTuple):
     """A method of this library, and the same method of others by library."""
 
-    ours: Mapping[str, Any]
-    pfllib: Theirs | None = None
-    fl_bench: Theirs | None = None
+    settings: Mapping[str, Any]
+    pfllib: Rival | None = None
+    fl_bench: Rival | None = None
     norm: bool = False  # the network has BatchNorm
     examples: int = 30  # per client, all in one batch
 
@@ -84,65 +84,67 @@ _FL_BENCH_FEDAS = (
 )
 _ORDERS_OF_BATCHES = (
     "the order of batches. With the same batches the parameters are the same. With four other "
-    "orders ours reaches 95.2 to 95.8 after training, on the same three partitions"
+    "orders this library reaches 95.2 to 95.8 after training, on the same three partitions"
 )
 _NOT_TUNED = (
-    "it evaluates before the model is fine-tuned, ours after it. After local training, which has "
-    "no fine-tuning, both agree"
+    "it evaluates before the model is fine-tuned, this library after it. After local training, "
+    "which has no fine-tuning, both agree"
 )
 _PFLLIB_SERVES_W = (
-    "it evaluates w, ours evaluates θ. Its 87.5, 83.0 and 88.9 match our 87.6, 83.1 and 89.3 for w"
+    "it evaluates w, this library θ. Its 87.5, 83.0 and 88.9 match our 87.6, 83.1 and 89.3 for w"
 )
 _FL_BENCH_SERVES_THE_START = (
     "client/pfedme.py evaluates `personalized_params_dict`, which no line updates: the initial "
     "parameters"
 )
 _FL_BENCH_SERVES_THE_MEAN_HEAD = (
-    "client/fedas.py evaluates the mean head on an aligned body. In the paper and in ours it is "
+    "client/fedas.py evaluates the mean head on an aligned body. In the paper and here it is "
     "the client's own head"
 )
 _AS_PARAMETERS = "its parameters differ, for the reason given above"
 METHODS = {
-    "fedavg": Method({}, Theirs({}, accuracy=_ORDERS_OF_BATCHES), Theirs({})),
-    "fedprox": Method({"mu": 0.1}, Theirs({"mu": 0.1}), Theirs({"mu": 0.1})),
-    "fedper": Method({}, Theirs({}), Theirs({})),
+    "fedavg": Method({}, Rival({}, accuracy=_ORDERS_OF_BATCHES), Rival({})),
+    "fedprox": Method({"mu": 0.1}, Rival({"mu": 0.1}), Rival({"mu": 0.1})),
+    "fedper": Method({}, Rival({}), Rival({})),
     "fedrep": Method(
         {"head_epochs": 2},
-        Theirs({"plocal_epochs": 2}),
-        Theirs({"train_body_epoch": EPOCHS}, EPOCHS + 2),
+        Rival({"plocal_epochs": 2}),
+        Rival({"train_body_epoch": EPOCHS}, EPOCHS + 2),
     ),
-    "fedbabu": Method({}, Theirs({}, accuracy=_NOT_TUNED), Theirs({}, accuracy=_NOT_TUNED)),
-    "fedrod": Method({}, Theirs({}), Theirs({}, why=_FL_BENCH_FEDROD, accuracy=_AS_PARAMETERS)),
-    "fedbn": Method({}, Theirs({}), Theirs({}), norm=True),
+    "fedbabu": Method({}, Rival({}, accuracy=_NOT_TUNED), Rival({}, accuracy=_NOT_TUNED)),
+    "fedrod": Method({}, Rival({}), Rival({}, why=_FL_BENCH_FEDROD, accuracy=_AS_PARAMETERS)),
+    "fedbn": Method({}, Rival({}), Rival({}), norm=True),
     "lg_fedavg": Method(
-        {"shared_layers": 1}, Theirs({}), Theirs({"num_global_layers": 1}, why=_FL_BENCH_LG_FEDAVG)
+        {"shared_layers": 1},
+        Rival({}),
+        Rival({"num_global_layers": 1}, why=_FL_BENCH_LG_FEDAVG),
     ),
     "pfedme": Method(
         {"penalty": 15.0, "inner_steps": 5, "inner_rate": 0.01},
-        Theirs(
+        Rival(
             {"lamda": 15.0, "K": 5, "p_learning_rate": 0.01, "beta": 1.0},
             why=_PFLLIB_PFEDME,
             accuracy=_PFLLIB_SERVES_W,
         ),
-        Theirs(
+        Rival(
             {"lamda": 15.0, "k": 5, "pers_lr": 0.01, "beta": 1.0, "mu": 0.0},
             accuracy=_FL_BENCH_SERVES_THE_START,
         ),
     ),
     "ditto": Method(
         {"penalty": 0.5, "own_epochs": 2},
-        Theirs({"mu": 0.5, "plocal_epochs": 2}),
-        Theirs({"lamda": 0.5, "pers_epoch": 2}),
+        Rival({"mu": 0.5, "plocal_epochs": 2}),
+        Rival({"lamda": 0.5, "pers_epoch": 2}),
     ),
     "apfl": Method(
         {"alpha": 0.5},
-        Theirs({"alpha": 0.5}, why=_PFLLIB_APFL),
-        Theirs({"alpha": 0.5, "adaptive_alpha": 0}, why=_FL_BENCH_APFL),
+        Rival({"alpha": 0.5}, why=_PFLLIB_APFL),
+        Rival({"alpha": 0.5, "adaptive_alpha": 0}, why=_FL_BENCH_APFL),
     ),
     "fedala": Method(
         {"share": 1.0, "first_passes": 11},
-        Theirs({"eta": 1.0, "rand_percent": 100, "layer_idx": 2}),
-        Theirs(
+        Rival({"eta": 1.0, "rand_percent": 100, "layer_idx": 2}),
+        Rival(
             {"eta": 1.0, "rand_percent": 1.0, "layer_idx": 2},
             why=_FL_BENCH_FEDALA,
             accuracy=_AS_PARAMETERS,
@@ -150,28 +152,28 @@ METHODS = {
     ),
     "scaffold": Method(
         {},
-        Theirs({"server_learning_rate": 1.0}),
-        Theirs({"global_lr": 1.0}, why=_FL_BENCH_SCAFFOLD),
+        Rival({"server_learning_rate": 1.0}),
+        Rival({"global_lr": 1.0}, why=_FL_BENCH_SCAFFOLD),
     ),
     "feddyn": Method(
         {"alpha": 0.1},
-        Theirs({"alpha": 0.1}, why=_PFLLIB_FEDDYN),
-        Theirs({"alpha": 0.1, "max_grad_norm": 1e9}, why=_FL_BENCH_FEDDYN, accuracy=_AS_PARAMETERS),
+        Rival({"alpha": 0.1}, why=_PFLLIB_FEDDYN),
+        Rival({"alpha": 0.1, "max_grad_norm": 1e9}, why=_FL_BENCH_FEDDYN, accuracy=_AS_PARAMETERS),
     ),
     "fedpac": Method(
         {"penalty": 1.0, "head_epochs": 1},
-        Theirs({"lamda": 1.0}, why=_PFLLIB_FEDPAC),
-        Theirs({"lamda": 1.0, "train_classifier_round": 1}, EPOCHS + 1, why=_FL_BENCH_FEDPAC),
+        Rival({"lamda": 1.0}, why=_PFLLIB_FEDPAC),
+        Rival({"lamda": 1.0, "train_classifier_round": 1}, EPOCHS + 1, why=_FL_BENCH_FEDPAC),
     ),
     "fedas": Method(
         {"align_rate": 0.01, "align_epochs": 1},
-        Theirs({}),
-        Theirs(
+        Rival({}),
+        Rival(
             {"alignment_lr": 0.01, "alignment_epoch": 1},
             why=_FL_BENCH_FEDAS,
             accuracy=_FL_BENCH_SERVES_THE_MEAN_HEAD,
         ),
-        examples=16,  # the number that theirs aligns with
+        examples=16,  # the number that FL-bench aligns with
     ),
-    "fedproto": Method({"penalty": 1.0}, Theirs({"lamda": 1.0}, why=_PFLLIB_FEDPROTO)),
+    "fedproto": Method({"penalty": 1.0}, Rival({"lamda": 1.0}, why=_PFLLIB_FEDPROTO)),
 }

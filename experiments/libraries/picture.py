@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from fedjax_pfl.report import drawing
 
-_LIBRARIES = ("ours", "torch", "fl_bench", "pfllib", "fedjax")  # in the order of their colours
+_LIBRARIES = ("library", "torch", "fl_bench", "pfllib", "fedjax")  # in the order of their colours
 
 
 def draw(

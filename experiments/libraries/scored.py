@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.libraries import ours, rivals
+from experiments.libraries import reference_work, rivals
 from experiments.libraries.methods import EPOCHS, METHODS
-from experiments.libraries.ours import CLASSES, Arrays, Net
+from experiments.libraries.reference_work import CLASSES, Arrays, Net
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.scores import ACCURACY
 from fedjax_pfl.report import text_tables
@@ -23,11 +23,11 @@ from fedjax_pfl.simulation.rounds import make_rounds
 CLIENTS, CLASSES_PER_CLIENT, TRAIN, TEST, BATCH, RATE = 10, 4, 10, 33, 20, 0.1
 STAGES = ("before", "after")
 Accuracies = dict[str, list[float]]  # by stage: mean over clients for each seed
-Results = dict[str, Any]  # rounds, seeds, commits; ours by method; theirs by library and method
+Results = dict[str, Any]  # rounds, seeds, commits; library by method; rivals by name, then method
 
 
 def work(norm: bool, seed: int) -> Arrays:
-    """Like `ours.work`, with test_x and test_y."""
+    """Like `reference_work.work`, with test_x and test_y."""
     from sklearn.datasets import load_digits
 
     source, rng = load_digits(), np.random.default_rng(seed)
@@ -49,20 +49,19 @@ def work(norm: bool, seed: int) -> Arrays:
         rows = np.array([rows_by_client[i][prefix] for i in range(CLIENTS)])
         arrays |= {f"{prefix}x": x[rows], f"{prefix}y": y[rows]}
     variables = dict(Net(norm).init(jax.random.key(seed), jnp.zeros((1, x.shape[1]))))
-    return arrays | {
-        f"start/{n}": np.asarray(v) for n, v in ours.to_pytorch(variables["params"]).items()
-    }
+    initial = reference_work.to_pytorch(variables["params"])
+    return arrays | {f"start/{n}": np.asarray(v) for n, v in initial.items()}
 
 
 def rounds(name: str, norm: bool, seeds: Sequence[int], count: int) -> Accuracies:
     """Returns our accuracy for each seed, before and after local training."""
     training = local_training.sgd(learning_rate=RATE, batch_size=BATCH, epochs=EPOCHS)
     works = [work(norm, seed) for seed in seeds]
-    algorithm, _, _, federation = ours.make_method(name, works[0], training)
+    algorithm, _, _, federation = reference_work.make_method(name, works[0], training)
     compiled_rounds = make_rounds(algorithm, federation, cohort=CLIENTS, max_rounds=count)
     accuracies: Accuracies = {stage: [] for stage in STAGES}
     for seed, arrays in zip(seeds, works, strict=True):
-        _, initialised, data, _ = ours.make_method(name, arrays, training)
+        _, initialised, data, _ = reference_work.make_method(name, arrays, training)
         key = jax.random.key(seed)
         state = compiled_rounds.place(jax.jit(initialised.init)(key))
         state, _ = compiled_rounds.run(key, state, data, jnp.int32(0), jnp.int32(count))
@@ -84,21 +83,23 @@ def differs(library_scores: Sequence[float], rival_scores: Sequence[float]) -> b
 
 def table(results: Results, stages: Sequence[str] = STAGES) -> text_tables.Table:
     """Returns a table with a row per method and an asterisk at significant differences."""
-    sides = list(results["theirs"])
+    sides = list(results["rivals"])
     heads = [f"{stage}: {library}" for stage in stages for library in ("ours", *map(_name, sides))]
     rows = []
     for name in METHODS:
-        if name not in results["ours"]:
+        if name not in results["library"]:
             continue
-        row, our_scores = [name], results["ours"][name]
+        row, library_scores = [name], results["library"][name]
         for stage in stages:
-            row.append(_cell(our_scores[stage]))
+            row.append(_cell(library_scores[stage]))
             for side in sides:
-                their_scores = results["theirs"][side].get(name)
+                rival_scores = results["rivals"][side].get(name)
                 mark = (
-                    " *" if their_scores and differs(our_scores[stage], their_scores[stage]) else ""
+                    " *"
+                    if rival_scores and differs(library_scores[stage], rival_scores[stage])
+                    else ""
                 )
-                row.append(_cell(their_scores[stage]) + mark if their_scores else "")
+                row.append(_cell(rival_scores[stage]) + mark if rival_scores else "")
         rows.append(row)
     return text_tables.Table("", heads, rows)
 
@@ -115,9 +116,9 @@ def asterisks(results: Results, stages: Sequence[str] = STAGES) -> list[tuple[st
     """Returns method, library and stages of all significant differences."""
     return [
         (name, side, different)
-        for side, methods in results["theirs"].items()
+        for side, methods in results["rivals"].items()
         for name, scores in methods.items()
-        if (different := [s for s in stages if differs(results["ours"][name][s], scores[s])])
+        if (different := [s for s in stages if differs(results["library"][name][s], scores[s])])
     ]
 
 

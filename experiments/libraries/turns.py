@@ -12,9 +12,9 @@ from fedjax_pfl.report.text_tables import Table
 class Turn(NamedTuple):
     """One timing of the library, and of a rival right after it."""
 
-    ours: float  # seconds
+    seconds: float  # of the library
     rival: str  # name of the rival; "" if there is none
-    theirs: float | None  # seconds of the rival
+    rival_seconds: float | None
     peak: float  # FLOP/s of the machine, right after
     few: float | None = None  # seconds with few clients, mean of right before and right after
 
@@ -28,7 +28,7 @@ class Ratio(NamedTuple):
 
 
 def take(
-    ours: Callable[[], float],
+    library: Callable[[], float],
     rivals: Mapping[str, Callable[[], float]],
     peak: Callable[[], float],
     repeats: int,
@@ -37,7 +37,7 @@ def take(
     """Times the library and every rival in turn: A B A B ...
 
     Args:
-      ours: Runs the library once and returns seconds.
+      library: Runs the library once and returns seconds.
       rivals: The same for each rival, by name.
       peak: Returns the FLOP/s that the machine reaches now.
       repeats: Number of turns.
@@ -50,7 +50,10 @@ def take(
     for _ in range(repeats):
         for rival in [name for name in rivals if name not in failures] or [""]:
             few_seconds = [few()] if few else []
-            our_seconds, peak_now = ours(), peak()  # before a rival's turn, which may take minutes
+            library_seconds, peak_now = (
+                library(),
+                peak(),
+            )  # before a rival's turn, which may take minutes
             few_seconds += [few()] if few else []
             rival_seconds = None
             if rival:
@@ -60,9 +63,9 @@ def take(
                     failures[rival] = str(error)
             turns.append(
                 Turn(
-                    ours=our_seconds,
+                    seconds=library_seconds,
                     rival=rival if rival_seconds is not None else "",
-                    theirs=rival_seconds,
+                    rival_seconds=rival_seconds,
                     peak=peak_now,
                     few=statistics.mean(few_seconds) if few_seconds else None,
                 )
@@ -72,19 +75,23 @@ def take(
 
 def faster(turns: Sequence[Turn], rival: str) -> Ratio:
     """Returns seconds of a rival divided by seconds of the library in the same turn."""
-    ratios = [turn.theirs / turn.ours for turn in turns if turn.rival == rival and turn.theirs]
+    ratios = [
+        turn.rival_seconds / turn.seconds
+        for turn in turns
+        if turn.rival == rival and turn.rival_seconds
+    ]
     return _ratio(ratios)
 
 
 def of_peak(turns: Sequence[Turn], operations: float) -> Ratio:
     """Returns the fraction of the machine's peak that the library reached."""
-    return _ratio([operations / turn.ours / turn.peak for turn in turns])
+    return _ratio([operations / turn.seconds / turn.peak for turn in turns])
 
 
 def step_ratio(turns: Sequence[Turn], client_steps: int, few_steps: int) -> Ratio:
     """Returns the time of a client step divided by that with few clients in the same turn."""
     scale = few_steps / client_steps
-    return _ratio([turn.ours / turn.few * scale for turn in turns if turn.few])
+    return _ratio([turn.seconds / turn.few * scale for turn in turns if turn.few])
 
 
 def _ratio(ratios: Sequence[float]) -> Ratio:
@@ -104,11 +111,11 @@ def summary(turns: Sequence[Turn], client_steps: int, operations: float) -> dict
         }
 
     share = [_round(value) for value in of_peak(turns, operations)]
-    entries = {"ours": entry([turn.ours for turn in turns], share_of_peak=share)}
+    entries = {"library": entry([turn.seconds for turn in turns], share_of_peak=share)}
     for rival in dict.fromkeys(turn.rival for turn in turns if turn.rival):
         ratio = faster(turns, rival)
         entries[rival] = entry(
-            [turn.theirs for turn in turns if turn.rival == rival and turn.theirs],
+            [turn.rival_seconds for turn in turns if turn.rival == rival and turn.rival_seconds],
             times_faster=_round(ratio.median),
             range=[_round(ratio.low), _round(ratio.high)],
         )
@@ -133,7 +140,7 @@ def table(results: Mapping[str, Any], names: Mapping[str, str]) -> Table:
     rows = []
     for item in results.values():
         for name, entry in item["who"].items():
-            label = f"{item['about']}: {'ours' if name == 'ours' else names.get(name, name)}"
+            label = f"{item['about']}: {'ours' if name == 'library' else names.get(name, name)}"
             times = entry.get("times_faster")
             low, high = entry.get("range", (0, 0))
             rows.append(
@@ -143,8 +150,8 @@ def table(results: Mapping[str, Any], names: Mapping[str, str]) -> Table:
                     f"{entry['ms_per_client_step']:.3g}",
                     "" if times is None else f"{times:.2f} x",
                     "" if times is None else f"{low:.2f} to {high:.2f}",
-                    f"{item['compile_seconds']:.1f}" if name == "ours" else "",
-                    f"{100 * entry['share_of_peak'][0]:.0f} %" if name == "ours" else "",
+                    f"{item['compile_seconds']:.1f}" if name == "library" else "",
+                    f"{100 * entry['share_of_peak'][0]:.0f} %" if name == "library" else "",
                 ]
             )
     return Table("Median times, and median ratios of neighbouring turns (speedup).", HEADS, rows)
@@ -155,7 +162,7 @@ def constant(results: Mapping[str, Any]) -> str:
     parts = [
         f"{ratio[0]:.2f} times ({ratio[1]:.2f} to {ratio[2]:.2f}) with {_size(item)}"
         for item in results.values()
-        if (ratio := item.get("step_beside_few"))
+        if (ratio := item.get("step_ratio"))
     ]
     if not parts:
         return ""
@@ -214,7 +221,7 @@ def targets(results: Mapping[str, Any], names: Mapping[str, str]) -> Table:
             item_results,
         )
     large = results["items"].get("lenet-1000", {})
-    ratio_with_few = large.get("step_beside_few")
+    ratio_with_few = large.get("step_ratio")
     gap = abs(ratio_with_few[0] - 1) if ratio_with_few else None
     percent = f"{100 * _STEP_TOLERANCE:.0f} %"
     row(
@@ -245,10 +252,10 @@ def curve(results: Mapping[str, Any]) -> dict[str, dict[int, float]]:
     for name, item in sorted(results.items(), key=lambda pair: int(pair[1]["clients"])):
         if not name.startswith("lenet-"):
             continue
-        ours = item["who"]["ours"]["ms_per_client_step"]
-        if few and (ratio := item.get("step_beside_few")):
-            ours = few["who"]["ours"]["ms_per_client_step"] * ratio[0]
+        milliseconds = item["who"]["library"]["ms_per_client_step"]
+        if few and (ratio := item.get("step_ratio")):
+            milliseconds = few["who"]["library"]["ms_per_client_step"] * ratio[0]
         for name, entry in item["who"].items():
-            times = 1.0 if name == "ours" else entry["times_faster"]
-            points.setdefault(name, {})[item["clients"]] = _round(ours * times)
+            times = 1.0 if name == "library" else entry["times_faster"]
+            points.setdefault(name, {})[item["clients"]] = _round(milliseconds * times)
     return points

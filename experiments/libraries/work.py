@@ -104,7 +104,7 @@ WORKS = {
 }
 
 
-class Ours(NamedTuple):
+class Workload(NamedTuple):
     """A compiled workload."""
 
     run: Callable[[], None]  # runs the next rounds
@@ -143,7 +143,7 @@ def configured(work: Work) -> ConfigDict:
     )
 
 
-def ours(work: Work) -> Ours:
+def compiled(work: Work) -> Workload:
     """Compiles a workload."""
     built = build(*sweep_settings.expand(configured(work)).values())
     (phase,) = built.phases
@@ -167,7 +167,7 @@ def ours(work: Work) -> Ours:
 
     _check(built.data, work)
     network = configuration.MODELS[work.network](outputs=10)
-    return Ours(
+    return Workload(
         run=run_next,
         compile_seconds=seconds,
         parameters=parameters(network),

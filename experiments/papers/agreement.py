@@ -1,9 +1,10 @@
 """Agreement of our cells with the published numbers, counted over cells.json.
 
 The list `cells` of that file has the cells that were run on their own data in the paper's settings,
-except for the number of rounds. The keys of a cell are "table", "row", "column", "ours", "beside",
-"partition_seeds", "rounds" and "published_rounds". "ours" and "beside" hold a value per seed in the
-table's unit; "partition_seeds" has the seed of each one's partition. `record` writes the file.
+except for the number of rounds. The keys of a cell are "table", "row", "column", "measured",
+"second", "partition_seeds", "rounds" and "published_rounds". "measured" and "second" hold a value
+per seed in the table's unit; "partition_seeds" has the seed of each one's partition. `record`
+writes the file.
 
 A cell agrees if its mean differs from the published one by at most √(s² + t²). Here s is the
 published deviation, and t ours over at least three seeds. A cell with fewer seeds or without a
@@ -41,7 +42,7 @@ class RunCell(NamedTuple):
     row: str
     column: str
     published: Published
-    ours: Sequence[float]  # one for each seed
+    measured: Sequence[float]  # one for each seed
     second: Sequence[float]  # the table's second measure, likewise, or empty
     partitions: int  # how many different partitions the seeds have
     rounds: int
@@ -51,12 +52,12 @@ class RunCell(NamedTuple):
     def gap(self) -> float:
         """Our mean minus the published number, which must exist."""
         assert self.published is not None
-        return mean_std(self.ours)["mean"] - mean_of(self.published)
+        return mean_std(self.measured)["mean"] - mean_of(self.published)
 
     @property
     def judged(self) -> bool:
         """Returns True if both deviations are known."""
-        return isinstance(self.published, Sequence) and len(self.ours) >= SEEDS
+        return isinstance(self.published, Sequence) and len(self.measured) >= SEEDS
 
     @property
     def agrees(self) -> bool:
@@ -64,7 +65,7 @@ class RunCell(NamedTuple):
         if not self.judged:
             return False
         assert isinstance(self.published, Sequence)
-        combined = math.hypot(self.published[1], mean_std(self.ours)["std"])
+        combined = math.hypot(self.published[1], mean_std(self.measured)["std"])
         return abs(self.gap) <= combined * (1 + 1e-9)  # equal up to rounding is equal
 
     @property
@@ -107,8 +108,8 @@ def _run_cell(cell: Mapping[str, Any], tables: Mapping[str, Table]) -> RunCell:
         row=row,
         column=column,
         published=table.published(row, column),
-        ours=list(cell["ours"].values()),
-        second=list(cell.get("beside", {}).values()),
+        measured=list(cell["measured"].values()),
+        second=list(cell.get("second", {}).values()),
         partitions=len(set(cell["partition_seeds"].values())),
         rounds=cell["rounds"],
         published_rounds=cell["published_rounds"],
@@ -137,7 +138,7 @@ def _counts(name: str, published: int, cells: Sequence[RunCell]) -> list[str]:
         f"{sum(cell.agrees for cell in judged)} of {len(judged)}" if judged else "",
         f"{sum(gap > 0 for gap in gaps)} of {len(gaps)}" if gaps else "",
         f"{distances[len(distances) // 2]:.1f}" if distances else "",
-        _range([len(cell.ours) for cell in cells]),
+        _range([len(cell.measured) for cell in cells]),
         _range([cell.partitions for cell in cells]),
     ]
 
@@ -198,9 +199,9 @@ def comparison(
             [
                 label,
                 format_cell(cell.published),
-                format_cell(mean_std(cell.ours)),
+                format_cell(mean_std(cell.measured)),
                 *(format_cell(mean_std(cell.second)) for _ in second),
-                str(len(cell.ours)),
+                str(len(cell.measured)),
                 str(cell.partitions),
                 f"{cell.rounds:,} of {cell.published_rounds:,}",
                 cell.verdict,

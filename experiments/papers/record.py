@@ -124,8 +124,10 @@ def _record_table(
         cells[place] = _cell_entry(table, place, new, old)
         new_curves = {str(seed): _curve(run) for seed, run in new.runs.items()}
         curves[label] = _by_seed(curves.get(label, {}) | new_curves)
-        yield f"{name} {label}: {new.rounds} rounds, seeds {', '.join(cells[place]['ours'])}"
-    about = f"{table.about}; {table.ours}. Curves are accuracy in per cent, a mean over clients."
+        yield f"{name} {label}: {new.rounds} rounds, seeds {', '.join(cells[place]['measured'])}"
+    about = (
+        f"{table.about}; {table.measured}. Curves are accuracy in per cent, a mean over clients."
+    )
     path.write_text(_as_text("curves", {"about": about, "curves": curves}), encoding="utf-8")
     if (figure := picture.picture(name, table, curves)) is not None:
         figure.savefig(path.with_suffix(".png"), dpi=110)
@@ -143,7 +145,7 @@ def _cell_entry(
       old: Its old entry if that has the same number of rounds, otherwise {}.
     """
     entry: dict[str, Any] = dict(zip(("table", "row", "column"), place, strict=True))
-    for key, measure in zip(("ours", "beside"), table.measures(new.cell.column), strict=True):
+    for key, measure in zip(("measured", "second"), table.measures(new.cell.column), strict=True):
         if measure:
             values = {str(seed): round(measure(run), 2) for seed, run in new.runs.items()}
             entry[key] = _by_seed(old.get(key, {}) | values)

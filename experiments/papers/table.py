@@ -26,7 +26,7 @@ class Table(NamedTuple):
     """A table of a paper. Columns differ in data, rows in the method."""
 
     about: str  # the paper and the meaning of its numbers
-    ours: str  # the meaning of our numbers and of the second measure
+    measured: str  # the meaning of our numbers and of the second measure
     cells: Mapping[str, Mapping[str, Published]]  # by row and column
     dataset: Callable[[str], str]  # dataset of a column
     # Settings of (row, column, dataset, rounds); rounds None means the published number. On another
@@ -40,7 +40,7 @@ class Table(NamedTuple):
 
     @property
     def reported(self) -> str:
-        """Returns "before" or "after": whether `ours` is measured before local training."""
+        """Returns "before" or "after": whether `measured` is scored before local training."""
         return "after" if self.second == "before" else "before"
 
     @property

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from experiments import agree
-from experiments.libraries import ours, rivals
-from experiments.libraries.methods import METHODS, Theirs
+from experiments.libraries import reference_work, rivals
+from experiments.libraries.methods import METHODS, Rival
 
 # FedAvg in NumPy. `faster` multiplies the learning rate of the second client.
 STAND_IN = """
@@ -72,12 +72,14 @@ def test_fedavg_equals_the_numpy_program(stand_in):
 
 
 def test_verdicts_of_a_faster_and_of_a_missing_method(stand_in, monkeypatch, tmp_path):
-    """The stand-in's own numbers replace ours, so every difference comes from its settings."""
+    """The stand-in's numbers replace the library's: all differences come from its settings."""
     side = agree.Side("pfllib", [sys.executable], str(tmp_path), 120.0)
-    settings = {"rounds": ours.ROUNDS, "rate": ours.RATE}
-    (rival_result,) = agree.rival_results(side, [agree.Run("fedavg", ours.work(False), settings)])
-    monkeypatch.setattr(ours, "rounds", lambda name, inputs: rival_result)
-    faster = METHODS["fedavg"]._replace(pfllib=Theirs({"faster": 1.01}, why="it hurries"))
+    settings = {"rounds": reference_work.ROUNDS, "rate": reference_work.RATE}
+    (rival_result,) = agree.rival_results(
+        side, [agree.Run("fedavg", reference_work.work(False), settings)]
+    )
+    monkeypatch.setattr(reference_work, "rounds", lambda name, inputs: rival_result)
+    faster = METHODS["fedavg"]._replace(pfllib=Rival({"faster": 1.01}, why="it hurries"))
     monkeypatch.setitem(METHODS, "fedavg", faster)
     differs = stand_in("fedavg")
     assert (differs["verdict"], differs["why"]) == ("differs", "it hurries")
@@ -93,20 +95,20 @@ def test_verdicts_of_a_faster_and_of_a_missing_method(stand_in, monkeypatch, tmp
 def test_gap_on_worked_numbers():
     """Only shared names count: the rival's server moved by 4 and differs by 1; no client name."""
     start = {"0/server/a": np.zeros(2), "0/server/b": np.zeros(1), "0/1/c": np.zeros(1)}
-    theirs = {
+    rival = {
         **start,
         "2/server/a": np.array([4.0, 0.0]),
         "2/server/b": np.ones(1),
         "2/1/c": np.ones(1),
     }
-    gap = agree.gap({"2/server/a": np.array([4.0, 1.0])}, theirs, 2)
+    gap = agree.gap({"2/server/a": np.array([4.0, 1.0])}, rival, 2)
     assert gap == agree.Gap(0.25, None)
     assert gap.worst == 0.25
     assert agree.Gap(None, None).worst == float("inf")
 
 
 def test_parameters_have_the_names_and_shapes_of_pytorch():
-    work = ours.work(True)
+    work = reference_work.work(True)
     shapes = {name[6:]: value.shape for name, value in work.items() if name.startswith("start/")}
     assert shapes == {
         "fc1.weight": (16, 64),

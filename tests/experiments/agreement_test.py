@@ -26,13 +26,13 @@ TABLES = {"paper/table1": table(NUMBERS), "paper/table2": table({"local": {"a": 
 SPREAD_OF_4 = (-4.0, 0.0, 4.0)  # sample deviation 4
 
 
-def cell(row: str, column: str, ours: list[float], rounds: int, **entries: Any) -> dict:
+def cell(row: str, column: str, measured: list[float], rounds: int, **entries: Any) -> dict:
     place = {"table": "paper/table1", "row": row, "column": column}
-    by_seed = {str(seed): value for seed, value in enumerate(ours)}
-    partitions = entries.pop("partitions", range(len(ours)))
+    by_seed = {str(seed): value for seed, value in enumerate(measured)}
+    partitions = entries.pop("partitions", range(len(measured)))
     seeds = {str(seed): partition for seed, partition in enumerate(partitions)}
     lengths = {"rounds": rounds, "published_rounds": 600}
-    return place | {"ours": by_seed, "partition_seeds": seeds} | entries | lengths
+    return place | {"measured": by_seed, "partition_seeds": seeds} | entries | lengths
 
 
 def write(folder: Path, *cells: dict) -> None:
@@ -47,7 +47,7 @@ def folder(tmp_path):
         cell("fedavg", "a", [55 + x for x in SPREAD_OF_4], 600, partitions=[0, 0, 0]),
         cell("local", "a", [41.0, 40.2, 40.6], 60),
         cell("pfedla", "a", [55.0], 60),
-        cell("fedavg", "b", [57.0], 600, beside={"0": 58.0}),
+        cell("fedavg", "b", [57.0], 600, second={"0": 58.0}),
         cell("local", "b", [70.0, 70.0, 70.0], 600),
         cell("pfedla", "b", [1.0], 600),  # no published number
     )

@@ -301,7 +301,7 @@ def test_results_of_a_workload_with_an_unavailable_rival(monkeypatch, capsys, tm
     results = benchmark.measured("mlp", TINY, commands, repeats=3, limit=60.0)
     assert results["parameters"] == work.parameters(MLP()) == 3072 * 200 + 200 + 2010
     assert (results["client_steps"], results["missing"]) == (8, {"fl_bench": "a GPU"})
-    assert len(results["who"]["ours"]["all_seconds"]) == 3
+    assert len(results["who"]["library"]["all_seconds"]) == 3
     assert results["cores_of_others"] == [0.5, 0.5]
     assert capsys.readouterr().err == "mlp: FL-bench was not timed: a GPU\n"
     record = {
@@ -351,10 +351,10 @@ HYPER = Work(
 def test_our_runs_do_the_declared_steps(tiny, steps):
     """Counts the gradient steps and their examples at run time; each turn runs further rounds."""
     settings = {**tiny.settings, "devices": 1}  # with more devices the callback would block
-    ours, rows_seen = work.ours(tiny._replace(settings=settings)), set()
+    workload, rows_seen = work.compiled(tiny._replace(settings=settings)), set()
     for _ in range(6 if tiny is TINY else 2):
         steps.clear()
-        ours.run()
+        workload.run()
         jax.effects_barrier()
         assert len(steps) == tiny.client_steps
         for rows, mask in steps:
@@ -373,9 +373,9 @@ def test_pytorch_networks_have_the_same_size(name, monkeypatch):
     monkeypatch.syspath_prepend(str(rivals.ADAPTERS))
     from networks import NETWORKS  # as the adapters import it
 
-    theirs = NETWORKS[name]()
-    ours = {"lenet": LeNet, "mlp": MLP, "resnet9": ResNet9, "dropout_cnn": DropoutCNN}[name]()
-    assert sum(p.numel() for p in theirs.parameters()) == work.parameters(ours)
+    rival_network = NETWORKS[name]()
+    network = {"lenet": LeNet, "mlp": MLP, "resnet9": ResNet9, "dropout_cnn": DropoutCNN}[name]()
+    assert sum(p.numel() for p in rival_network.parameters()) == work.parameters(network)
 
 
 def test_pytorch_loop_does_the_declared_steps():
@@ -393,7 +393,7 @@ def test_pytorch_loop_does_the_declared_steps():
 
 
 def test_adapters_do_not_import_the_project():
-    """A checkout may have a package `experiments`, which must not be hidden by ours."""
+    """A checkout may have a package `experiments`, which must not be hidden by this one."""
     for rival in rivals.RIVALS.values():
         text = Path(rivals.ADAPTERS, rival.script).read_text()
         assert "fedjax_pfl" not in text

@@ -25,7 +25,7 @@ def test_each_layout_differs_from_the_default_in_one_field():
 def test_layouts_reach_the_compiled_programs(monkeypatch):
     compiled = {}
 
-    def ours(item):
+    def compile_workload(item):
         settings = item.settings
         layout = Layout(
             settings["conv"], settings["chunk"], jax.config.jax_default_matmul_precision
@@ -33,7 +33,7 @@ def test_layouts_reach_the_compiled_programs(monkeypatch):
         compiled[layout] = (item.network, item.clients, item.cohort, item.client_steps)
         return types.SimpleNamespace(run=lambda: None)
 
-    monkeypatch.setattr(layouts.work, "ours", ours)
+    monkeypatch.setattr(layouts.work, "compiled", compile_workload)
     before = jax.config.jax_default_matmul_precision
     layouts.measured("lenet", SIZE, repeats=1)
     assert set(compiled.values()) == {("lenet", 20, 20, 40)}

@@ -58,14 +58,14 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
         f"{NAME} ditto/cifar10-n10: 10 rounds, seeds 0",
     ]
     recorded, lines = cells(results)
-    assert recorded.pop("ditto")["ours"] == {"0": 90.0}
+    assert recorded.pop("ditto")["measured"] == {"0": 90.0}
     assert recorded == {
         "local": {
             "table": NAME,
             "row": "local",
             "column": "cifar10-n10",
-            "ours": {"0": 60.0, "2": 70.0},
-            "beside": {"0": 65.0, "2": 75.0},
+            "measured": {"0": 60.0, "2": 70.0},
+            "second": {"0": 65.0, "2": 75.0},
             "partition_seeds": {"0": 0, "2": 2},
             "rounds": 10,
             "published_rounds": 600,
@@ -74,8 +74,8 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
             "table": NAME,
             "row": "pfedla",
             "column": "cifar10-n10",
-            "ours": {"0": 80.0},
-            "beside": {"0": 85.0},
+            "measured": {"0": 80.0},
+            "second": {"0": 85.0},
             "partition_seeds": {"0": 0},
             "rounds": 20,
             "published_rounds": 600,
@@ -115,9 +115,9 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
         f"{NAME} pfedla/cifar10-n10: 30 rounds, seeds 1",
     ]
     recorded, _ = cells(results)
-    assert recorded["local"]["ours"] == {"0": 60.0, "1": 50.0, "2": 70.0}
+    assert recorded["local"]["measured"] == {"0": 60.0, "1": 50.0, "2": 70.0}
     assert recorded["local"]["partition_seeds"] == {"0": 0, "1": 0, "2": 2}
-    assert (recorded["pfedla"]["ours"], recorded["pfedla"]["rounds"]) == ({"1": 90.0}, 30)
+    assert (recorded["pfedla"]["measured"], recorded["pfedla"]["rounds"]) == ({"1": 90.0}, 30)
     curves = json.loads((results / "pfedla-table1-full.json").read_text())["curves"]
     assert {label: [*by_seed] for label, by_seed in curves.items()} == {
         "local/cifar10-n10": ["0", "1", "2"],

@@ -8,7 +8,7 @@ import pytest
 
 from experiments import agree
 from experiments.libraries import scored
-from experiments.libraries.methods import METHODS, Theirs
+from experiments.libraries.methods import METHODS, Rival
 from fedjax_pfl.core.errors import UsageError
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results" / "accuracies.json"
@@ -30,16 +30,16 @@ def test_clients_share_no_examples():
 
 RECORD = {
     "rounds": 50, "seeds": 3, "commits": {"pfllib": "abc"},
-    "ours": {"fedavg": {"before": [0.8, 0.82, 0.84], "after": [0.9, 0.9, 0.93]},
+    "library": {"fedavg": {"before": [0.8, 0.82, 0.84], "after": [0.9, 0.9, 0.93]},
              "ditto": {"before": [0.5, 0.5, 0.5], "after": [0.6, 0.6, 0.6]}},
-    "theirs": {"pfllib": {"fedavg": {"before": [0.81, 0.83, 0.85], "after": [0.8, 0.8, 0.8]}}},
+    "rivals": {"pfllib": {"fedavg": {"before": [0.81, 0.83, 0.85], "after": [0.8, 0.8, 0.8]}}},
 }  # fmt: skip
 
 
 def test_asterisk_for_differences_beyond_the_deviations(monkeypatch):
     """Means are 0.82 and 0.83 with deviations of 0.02 before, 0.91 and 0.8 after."""
-    theirs = METHODS["fedavg"]._replace(pfllib=Theirs({}, accuracy="it was tired"))
-    monkeypatch.setitem(METHODS, "fedavg", theirs)
+    rival_method = METHODS["fedavg"]._replace(pfllib=Rival({}, accuracy="it was tired"))
+    monkeypatch.setitem(METHODS, "fedavg", rival_method)
     table = scored.table(RECORD)
     assert table.heads == ["before: ours", "before: PFLlib", "after: ours", "after: PFLlib"]
     rows = [row for row in table.rows if row[0] == "fedavg"]
@@ -55,14 +55,14 @@ def test_methods_in_the_file_are_not_run_again(tmp_path, monkeypatch):
     def rival_accuracies(side, names, seeds, rounds):
         for name in names:
             measured.append(name)
-            yield name, RECORD["ours"]["ditto"]
+            yield name, RECORD["library"]["ditto"]
 
     monkeypatch.setattr(agree, "rival_accuracies", rival_accuracies)
     monkeypatch.setattr(scored, "rounds", lambda *_: pytest.fail("our scores exist"))
     side = agree.Side("pfllib", ["python"], str(tmp_path / "nothing"), 1.0)
     agree.accuracies([side], ["fedavg", "ditto"], 3, 50, str(out))
     assert measured == ["ditto"]
-    assert set(json.loads(out.read_text())["theirs"]["pfllib"]) == {"fedavg", "ditto"}
+    assert set(json.loads(out.read_text())["rivals"]["pfllib"]) == {"fedavg", "ditto"}
     with pytest.raises(UsageError, match=r"scores.json has rounds 50, not 20; name another$"):
         agree.accuracies([side], ["fedavg"], 3, 20, str(out))
 
@@ -71,9 +71,9 @@ def test_recorded_asterisks_have_a_reason():
     """Every asterisk has a reason, and both libraries have three seeds of every method."""
     record = json.loads(RESULTS.read_text())
     assert (record["rounds"], record["seeds"]) == (50, 3)
-    for side, methods in record["theirs"].items():
+    for side, methods in record["rivals"].items():
         for name, rival_scores in methods.items():
-            for stages in (rival_scores, record["ours"][name]):
+            for stages in (rival_scores, record["library"][name]):
                 assert {len(stages[s]) for s in scored.STAGES} == {3}, (side, name)
     for name, side, stages in scored.asterisks(record):
         assert len(getattr(METHODS[name], side).accuracy) > 30, (name, side, stages)

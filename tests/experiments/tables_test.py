@@ -167,16 +167,16 @@ def test_measures_on_worked_numbers():
     ]
     run = run_reader.Run(None, {}, metrics, clients)
 
-    def ours(name, column):
+    def measured(name, column):
         return [m(run) for m in TABLES[name].measures(column) if m]
 
-    assert ours("pfedla/table1", "cifar10-n10") == [50, 100]
-    assert ours("pfedla/table3", "cifar10-MiB") == [1.5e9 / 2**20]
-    assert ours("pfedhn/table1", "cifar10-n10") == [75, 50]
-    assert ours("pfedhn/table2", "cifar10-M") == pytest.approx([10 / 3, 40])  # 1, 4, 7
-    assert ours("factorized_fl/table1", "cifar10-iid") == [100, 50]
-    assert ours("factorized_fl/table1", "domains-food") == pytest.approx([30, 25])  # 2, 3
-    assert ours("factorized_fl/table1", "domains-GB") == [1.5]
+    assert measured("pfedla/table1", "cifar10-n10") == [50, 100]
+    assert measured("pfedla/table3", "cifar10-MiB") == [1.5e9 / 2**20]
+    assert measured("pfedhn/table1", "cifar10-n10") == [75, 50]
+    assert measured("pfedhn/table2", "cifar10-M") == pytest.approx([10 / 3, 40])  # 1, 4, 7
+    assert measured("factorized_fl/table1", "cifar10-iid") == [100, 50]
+    assert measured("factorized_fl/table1", "domains-food") == pytest.approx([30, 25])  # 2, 3
+    assert measured("factorized_fl/table1", "domains-GB") == [1.5]
 
 
 def test_quick_scale_runs_on_digits(monkeypatch):

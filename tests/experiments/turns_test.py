@@ -29,7 +29,7 @@ def test_turns_alternate_and_a_failed_rival_is_left_out():
     calls, failing_times = [], iter([1.0])
 
     def library():
-        calls.append("ours")
+        calls.append("library")
         return 1.0
 
     def failing():
@@ -43,11 +43,11 @@ def test_turns_alternate_and_a_failed_rival_is_left_out():
         return 3.0
 
     def peak():
-        calls.append("peak")  # right after ours: a rival's turn may take minutes
+        calls.append("peak")  # right after the library: a rival's turn may take minutes
         return 7.0
 
     measured, gone = turns.take(library, {"failing": failing, "steady": steady}, peak, 3)
-    library_turn = ["ours", "peak"]
+    library_turn = ["library", "peak"]
     assert calls == 2 * [*library_turn, "failing", *library_turn, "steady"] + [
         *library_turn,
         "steady",
@@ -89,7 +89,7 @@ def item(**changes):
 
 def test_summary_and_table():
     result = item()
-    assert result["who"]["ours"] == {
+    assert result["who"]["library"] == {
         "seconds": 2.0,
         "ms_per_client_step": 10.0,
         "share_of_peak": [0.5, 0.4, 0.5],
@@ -112,15 +112,15 @@ def test_summary_and_table():
 
 def test_client_step_time_against_number_of_clients():
     items = {"lenet-10": item(), "mlp": item(), "lenet-100": item(clients=100)}
-    items["lenet-100"]["who"]["ours"]["ms_per_client_step"] = 11.0
-    assert turns.curve(items) == {"ours": {10: 10.0, 100: 11.0}, "torch": {10: 20.0, 100: 22.0}}
+    items["lenet-100"]["who"]["library"]["ms_per_client_step"] = 11.0
+    assert turns.curve(items) == {"library": {10: 10.0, 100: 11.0}, "torch": {10: 20.0, 100: 22.0}}
     assert turns.constant(items) == turns.constant({}) == ""
-    items["lenet-100"]["step_beside_few"] = [1.02, 0.98, 1.25]
+    items["lenet-100"]["step_ratio"] = [1.02, 0.98, 1.25]
     assert turns.constant(items) == (
         "Beside a client step of LeNet with 10 clients, one takes 1.02 times (0.98 to 1.25) with "
         "100 clients."
     )
-    seeds = item(seeds=8, step_beside_few=[0.5, 0.4, 0.6])
+    seeds = item(seeds=8, step_ratio=[0.5, 0.4, 0.6])
     assert turns.constant({"seeds-8": seeds}).endswith(
         "0.50 times (0.40 to 0.60) with 8 seeds at once."
     )
@@ -133,7 +133,7 @@ def test_client_step_time_against_number_of_clients():
 
 def test_targets_say_what_was_not_measured():
     items = {"lenet-10": item(), "lenet-1000": item(clients=1000), "mlp": item()}
-    items["lenet-1000"]["step_beside_few"] = [1.11, 1.0, 1.2]
+    items["lenet-1000"]["step_ratio"] = [1.11, 1.0, 1.2]
     items["mlp"]["who"]["torch"]["times_faster"] = 1.49
     record = {"machine": {"backend": "cpu"}, "items": items, "compile_seconds": {"pfedla": 15.0}}
     rows = {row[0]: row[1:] for row in turns.targets(record, rivals.NAMES).rows}
@@ -165,7 +165,7 @@ def test_targets_say_what_was_not_measured():
 )
 def test_on_a_busy_machine_nothing_is_met_or_missed(load, busy):
     items = {"lenet-10": item(**load), "lenet-1000": item(clients=1000, **load)}
-    items["lenet-1000"]["step_beside_few"] = [1.01, 1.0, 1.2]
+    items["lenet-1000"]["step_ratio"] = [1.01, 1.0, 1.2]
     record = {
         "machine": {"backend": "cpu", "cores": 2},
         "items": items,

@@ -84,7 +84,7 @@ def _measures(column: str) -> tuple[Measure, Measure | None]:
 TABLES = {
     "table1": Table(
         about=f"{_PAPER}, table 1: nine methods",
-        ours="accuracy in per cent after local training; GB of all clients, both directions",
+        measured="accuracy in per cent after local training; GB of all clients, both directions",
         cells=_columns(),
         dataset=_dataset,
         settings=_settings,

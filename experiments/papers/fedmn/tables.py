@@ -23,7 +23,7 @@ def settings(method: str, dataset: str, rounds: int | None) -> ConfigDict:
 TABLES = {
     "table2": Table(
         about=f"{PUBLISHED['source'].partition(', tables')[0]}, table II: eight methods",
-        ours="accuracy in per cent as served; the paper's networks of cifar10 and cifar100 are "
+        measured="accuracy in per cent as served; the paper's networks of cifar10 and cifar100 are "
         "pre-trained on ImageNet, ours are not",
         cells=PUBLISHED["table2"]["rows"],
         dataset=lambda column: column,

@@ -83,7 +83,7 @@ def _table(
     """
     return Table(
         about=f"{_PAPER}, table {name[-1]}: {title}",
-        ours=_OURS,
+        measured=_OURS,
         cells=PUBLISHED[name]["rows"],
         dataset=_dataset,
         settings=settings,
@@ -97,7 +97,7 @@ _SIZED = ("cifar10-S", "cifar10-M", "cifar10-L")
 TABLES = {
     "table1": _table("table1", "eight methods", _method_settings, ("cifar10-n10",)),
     "table2": _table("table2", "networks of three sizes", _sizes, _SIZED)._replace(
-        ours=f"{_OURS}, over the clients of one size", measures=_size
+        measured=f"{_OURS}, over the clients of one size", measures=_size
     ),
     "table3": _table(
         "table3", "one hidden layer", _method_settings, ("mnist-n10",), {"mnist": _STEPS}

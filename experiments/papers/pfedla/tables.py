@@ -88,7 +88,7 @@ TABLES = {
     **{
         name: Table(
             about=f"{_PAPER}, table {name[-1]}: ten methods, {split}",
-            ours=_OURS,
+            measured=_OURS,
             cells=PUBLISHED[name]["rows"],
             dataset=_dataset,
             settings=partial(_settings, PUBLISHED[name]["partition"]),
@@ -104,8 +104,8 @@ TABLES = {
     },
     "table3": Table(
         about=f"{_PAPER}, table 3: k retained layers",
-        ours="accuracy in per cent before local training; MiB of all clients, both directions (the "
-        "published ones are those of 75 rounds)",
+        measured="accuracy in per cent before local training; MiB of all clients, both directions "
+        "(the published ones are those of 75 rounds)",
         cells=_third(),
         dataset=_dataset,
         settings=_retained,

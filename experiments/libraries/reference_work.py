@@ -100,7 +100,7 @@ def _federated(arrays: Mapping[str, np.ndarray]) -> tuple[FederatedData, Federat
 
 
 def rounds(name: str, arrays: Mapping[str, np.ndarray]) -> Arrays:
-    """Returns our parameters after each round, named as the adapters name theirs.
+    """Returns our parameters after each round, named as in the adapters of other libraries.
 
     Names are ROUND/server/NAME and ROUND/CLIENT/NAME; round 0 is the start.
     """
@@ -132,7 +132,7 @@ def make_method(
     """Returns a method, the same method with the work's initial parameters, and its data."""
     method = METHODS[name]
     data, federation = _federated(arrays)
-    algorithm = getattr(algorithms, name)(Net(method.norm), training, federation, **method.ours)
+    algorithm = getattr(algorithms, name)(Net(method.norm), training, federation, **method.settings)
     variables = dict(Net(method.norm).init(jax.random.key(KEY), federation.examples()))
     start = State({**variables, "params": params(arrays)}, (), ())
     initialised = algorithm._replace(init=lambda key, _=None: algorithm.init(key, start))
