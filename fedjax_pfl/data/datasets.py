@@ -38,7 +38,13 @@ def from_parquet(path: str, **settings: Any) -> Dataset:
 
 
 def from_images(path: str, **settings: Any) -> Dataset:
-    """Reads images PATH/CLASS/*.png. Keyword arguments: `size`, `colour` (rgb, gray), `owner`."""
+    """Reads images PATH/CLASS/*.png, or in other folders.
+
+    Args:
+      path: The folder.
+      **settings: Keyword arguments, the settings of the source `images`, such as `size`, and
+        `folders`, which says which level of folders is the class and which the owner.
+    """
     return sources.load(f"images:{path}", **settings)
 
 

@@ -1,6 +1,7 @@
-"""Images in folders: one folder per class, optionally below one folder per owner."""
+"""Images in folders, whose names are classes, owners (such as domains), and training or test."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,74 +12,202 @@ from fedjax_pfl.data.tables import find_path, read_csv
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 MODES = {"rgb": "RGB", "gray": "L"}
+_TRAIN, _TEST = "train", "test"  # default names of the parts
 
 
-def images(path: str, *, size: int = 32, colour: str = "rgb", owner: str = "") -> Dataset:
-    """Images FOLDER/CLASS/*.png (jpg, ...), images:FOLDER; folders train and test are optional.
+class _Image(NamedTuple):
+    """One image file."""
+
+    file: Path
+    label: str  # name of its class
+    owner: str  # "" if there are no owners
+
+
+def images(
+    path: str,
+    *,
+    size: int = 32,
+    colour: str = "rgb",
+    folders: str = "class",
+    owner: str = "",
+    train: str = _TRAIN,
+    test: str = _TEST,
+    classes: str = "",
+) -> Dataset:
+    """Images FOLDER/CLASS/*.png (jpg, ...) or in other folders (`folders`), images:FOLDER.
 
     Args:
       size: Height and width to resize images to.
       colour: rgb, or gray.
-      owner: folder, for paths FOLDER/OWNER/CLASS/*, or a CSV file with the columns file (its path
-        below FOLDER) and owner. Empty: no owners.
+      folders: Meaning of each level of folders below FOLDER, from the top, separated by commas:
+        class, owner, part (training or test set), or other. A first level with the folder train is
+        a part.
+      owner: CSV file with the columns file (its path below FOLDER) and owner. Empty: the folder, if
+        `folders` has owner.
+      train: Parts to train on, separated by commas, if a level is a part.
+      test: Parts of the test set, separated by commas. Or text files, by a pattern such as
+        *_test.txt, whose lines begin with a test image and, if its folders do not tell, its class.
+      classes: Classes to use, separated by commas. Empty: all.
     """
     require_one_of("images.colour", colour, tuple(MODES))
     if not 1 <= size <= 1024:
         raise UsageError(f"images.size is {size}; use 1 to 1024")
     root, name = find_path("images", path), f"images:{path}"
-    folders = {p: root / p for p in ("train", "test") if (root / p).is_dir()}
-    if "train" not in folders:
-        folders = {"train": root}
-    levels = 3 if owner == "folder" else 2
-    owner_of = _read_owners(owner) if owner not in ("", "folder") else {}
-    files = {part: _find_images(name, folder, levels) for part, folder in folders.items()}
-    classes = sorted({file.parent.name for part in files.values() for file in part})
+    levels = _levels(folders)
+    if "part" not in levels and any((root / part).is_dir() for part in _split(train)):
+        levels = ["part", *levels]
+    if owner and "owner" in levels:
+        raise UsageError("images.owner and the level owner of images.folders exclude each other")
+    found = _find_images(name, root, levels)
+    parts = {"train": _split(train), "test": [] if test.endswith(".txt") else _split(test)}
+    if "part" not in levels:
+        parts["train"] = [""]
+        if train != _TRAIN or (parts["test"] and test != _TEST):
+            raise UsageError(f"{name} has no folder {_split(train)[0]!r} to train on")
+    sets = {use: [image for p in parts[use] for image in found.get(p, [])] for use in parts}
+    for use, default in (("train", _TRAIN), ("test", _TEST)):
+        for part in parts[use]:
+            if part not in found and (use == "train" or test != default):
+                raise UsageError(f"{name}: images.{use} names {part!r}, which has no images")
+    if test.endswith(".txt"):
+        sets["train"], sets["test"] = _split_by_lists(name, root, test, sets["train"], levels)
+    if owner:
+        owner_of = _read_owners(owner)
+        for use, members in sets.items():
+            sets[use] = [i._replace(owner=_owner(name, root, i.file, owner_of)) for i in members]
+    class_names = _class_names(name, root, levels, sets, [p for ps in parts.values() for p in ps])
+    if wanted := _split(classes):
+        if missing := sorted(set(wanted) - set(class_names)):
+            raise UsageError(
+                f"{name}: images.classes names {missing[0]!r}, which is no class; there are "
+                f"{', '.join(class_names[:12])}{', ...' if len(class_names) > 12 else ''}"
+            )
+        class_names = sorted(wanted)
+    number = {label: i for i, label in enumerate(class_names)}
+    has_owners = bool(owner) or "owner" in levels
 
-    def owner_name(file: Path) -> str:
-        if owner == "folder":
-            return file.parent.parent.name
-        relative = str(file.relative_to(root))
-        if relative not in owner_of:
-            raise UsageError(f"{name}: the list of owners has no file {relative!r}")
-        return owner_of[relative]
-
-    def read(part: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    def read(use: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Returns images, class numbers and owners of the training or the test set."""
-        x = np.stack([_read_image(name, file, size, MODES[colour]) for file in files[part]])
-        y = np.array([classes.index(file.parent.name) for file in files[part]], np.int32)
-        return x, y, np.array([owner_name(file) for file in files[part]]) if owner else None
+        members = [image for image in sets[use] if image.label in number]
+        if not members:
+            raise UsageError(f"{name} has no images for the {use} set")
+        x = np.empty((len(members), size, size, len(MODES[colour])), np.uint8)
+        for row, image in zip(x, members, strict=True):
+            row[:] = _read_image(name, image.file, size, MODES[colour])
+        y = np.array([number[image.label] for image in members], np.int32)
+        return x, y, np.array([image.owner for image in members]) if has_owners else None
 
     x, y, owners = read("train")
-    x_test, y_test, owners_test = read("test") if "test" in folders else (None, None, None)
+    x_test, y_test, owners_test = read("test") if sets["test"] else (None, None, None)
     dataset = arrays(
         x,
         y,
         x_test,
         y_test,
-        outputs=len(classes),
+        outputs=len(class_names),
         owners=owners,
         owners_test=owners_test,
         name=name,
     )
-    return dataset._replace(metadata={"classes": classes})
+    return dataset._replace(metadata={"classes": class_names})
 
 
-def _find_images(name: str, folder: Path, levels: int) -> list[Path]:
-    """Returns the images FOLDER/CLASS/FILE, or FOLDER/OWNER/CLASS/FILE if `levels` is 3.
+def _split(names: str) -> list[str]:
+    """Returns the names in a text that separates them by commas."""
+    return [name.strip() for name in names.split(",") if name.strip()]
 
-    Hidden files are left out. `name` is that of the dataset, for messages.
+
+def _levels(folders: str) -> list[str]:
+    """Returns the meanings of the levels of folders; raises UsageError if they are not valid."""
+    levels = _split(folders)
+    for level in levels:
+        require_one_of("images.folders", level, ("class", "owner", "part", "other"))
+        if level != "other" and levels.count(level) > 1:
+            raise UsageError(f"images.folders={folders} has {level} twice")
+    if "class" not in levels:
+        raise UsageError(f"images.folders={folders} has no level class")
+    return levels
+
+
+def _is_visible(path: Path, root: Path) -> bool:
+    """Returns True if no name of a path below `root` begins with a dot."""
+    return not any(part.startswith(".") for part in path.relative_to(root).parts)
+
+
+def _find_images(name: str, root: Path, levels: list[str]) -> dict[str, list[_Image]]:
+    """Returns the images of each part in the order of their paths; without parts, of part ""."""
+    found: dict[str, list[_Image]] = {}
+    for file in sorted(root.glob("/".join(["*"] * (len(levels) + 1)))):
+        if file.suffix.lower() in ENDINGS and _is_visible(file, root):
+            part, image = _place(file, root, levels)
+            found.setdefault(part, []).append(image)
+    if not found:
+        layout = "/".join([*(level.upper() for level in levels), "FILE"])
+        raise UsageError(f"{name}: {root} has no images {layout} ({', '.join(ENDINGS)})")
+    return found
+
+
+def _place(file: Path, root: Path, levels: list[str]) -> tuple[str, _Image]:
+    """Returns the part of an image, "" if there are none, and the image, by its folders."""
+    folder = dict(zip(levels, file.relative_to(root).parts, strict=False))
+    return folder.get("part", ""), _Image(file, folder["class"], folder.get("owner", ""))
+
+
+def _split_by_lists(
+    name: str, root: Path, pattern: str, found: list[_Image], levels: list[str]
+) -> tuple[list[_Image], list[_Image]]:
+    """Moves the images that text files list to the test set. Returns training and test set.
+
+    A line begins with the path of an image below `root` or the folder of the text file, or with the
+    name of a file in the folder images next to it. Its second word is the class of an image that is
+    not among the `found` ones.
     """
-    pattern = "/".join(["*"] * levels)
-    files = sorted(
-        p
-        for p in folder.glob(pattern)
-        if p.suffix.lower() in ENDINGS
-        and not any(part.startswith(".") for part in p.relative_to(folder).parts)
-    )
-    if not files:
-        layout = "OWNER/CLASS/FILE" if levels == 3 else "CLASS/FILE"
-        raise UsageError(f"{name}: {folder} has no images {layout} ({', '.join(ENDINGS)})")
-    return files
+    by_file = {image.file: image for image in found}
+    test = dict[Path, _Image]()
+    lists = sorted(root.glob(pattern))
+    if not lists:
+        raise UsageError(f"{name}: images.test names {pattern!r}, and there is no such file")
+    for text in lists:
+        try:
+            lines = text.read_text("utf-8-sig").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{name}: {text.name} cannot be read: {error}") from None
+        for words in filter(None, map(str.split, lines)):
+            places = (root / words[0], text.parent / words[0], text.parent / "images" / words[0])
+            file = next((place for place in places if place.is_file()), None)
+            if file is None:
+                raise UsageError(
+                    f"{name}: {text.name} lists {words[0]!r}, and there is no such file"
+                )
+            if file not in by_file and (len(words) < 2 or "owner" in levels):
+                raise UsageError(
+                    f"{name}: {text.name} lists {words[0]!r}, which is not in the folders "
+                    f"{'/'.join(levels)}"
+                )
+            test[file] = by_file.get(file) or _Image(file, words[1], "")
+    return [image for image in found if image.file not in test], list(test.values())
+
+
+def _class_names(
+    name: str, root: Path, levels: list[str], sets: dict[str, list[_Image]], parts: list[str]
+) -> list[str]:
+    """Returns the names of all classes, sorted; raises UsageError if one has no images.
+
+    Args:
+      name: Name of the dataset, for messages.
+      root: The folder of the dataset.
+      levels: Meanings of the levels of folders.
+      sets: The images of the training and of the test set.
+      parts: The parts that are used.
+    """
+    names = sorted({image.label for members in sets.values() for image in members})
+    depth = levels.index("class") + 1
+    for folder in sorted(root.glob("/".join(["*"] * depth))):
+        place = dict(zip(levels, folder.relative_to(root).parts, strict=False))
+        is_used = folder.is_dir() and _is_visible(folder, root) and place.get("part", "") in parts
+        if is_used and folder.name not in names:
+            raise UsageError(f"{name}: class {folder.name!r} has no images; remove its folder")
+    return names
 
 
 def _read_image(name: str, file: Path, size: int, mode: str) -> np.ndarray:
@@ -94,6 +223,14 @@ def _read_image(name: str, file: Path, size: int, mode: str) -> np.ndarray:
         return pixels(file, mode, size)
     except ValueError as error:
         raise UsageError(f"{name}: {file} cannot be read as an image: {error}") from None
+
+
+def _owner(name: str, root: Path, file: Path, owner_of: dict[str, str]) -> str:
+    """Returns the owner of an image file; raises UsageError if `owner_of` does not list it."""
+    relative = str(file.relative_to(root))
+    if relative not in owner_of:
+        raise UsageError(f"{name}: the list of owners has no file {relative!r}")
+    return owner_of[relative]
 
 
 def _read_owners(path: str) -> dict[str, str]:

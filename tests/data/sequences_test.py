@@ -1,11 +1,10 @@
-"""Tests of text, LEAF's files, windows over time, and images in folders."""
+"""Tests of text, LEAF's files, and windows over time."""
 
 import json
 import re
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from fedjax_pfl.data import federate, load, require_available
 from fedjax_pfl.presets.fedmn import get_config
@@ -161,37 +160,6 @@ def test_classes_of_sensors_differ():
     assert np.median(motion[dataset.y_train == 0]) < 0.5 < np.median(motion[dataset.y_train == 2])
 
 
-def image_folder(root, *paths):
-    for value, path in enumerate(paths):
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.full((4, 6, 3), 40 * value, np.uint8)).save(root / path)
-    return f"images:{root}"
-
-
-def test_image_folders_are_classes_and_owners(tmp_path):
-    dataset = load(image_folder(tmp_path / "a", "cat/1.png", "dog/1.png", "dog/2.jpg"), size=2)
-    assert (dataset.x_train.shape, dataset.y_train.tolist()) == ((3, 2, 2, 3), [0, 1, 1])
-    assert dataset.x_train[1, 0, 0].tolist() == [40, 40, 40]
-    assert dataset.metadata == {"classes": ["cat", "dog"]}
-    paths = ("train/bo/cat/1.png", "train/al/cat/1.png", "test/al/dog/1.png")
-    two = load(image_folder(tmp_path / "b", *paths), size=2, colour="gray", owner="folder")
-    assert two.x_test.shape == (1, 2, 2, 1)
-    assert two.owner_names[two.owner_train].tolist() == ["al", "bo"]
-    owner_list = tmp_path / "owners.csv"
-    owner_list.write_text("file,owner\ncat/1.png,bo\ndog/1.png,al\ndog/2.jpg,bo\n")
-    three = load(f"images:{tmp_path / 'a'}", owner=str(owner_list))
-    assert three.owner_names[three.owner_train].tolist() == ["bo", "al", "bo"]
-    owner_list.write_text("file,owner\ncat/1.png,bo\ndog/1.png,al\ndog/2.jpg,bo\ncat/1.png,al\n")
-    line = message(lambda: load(f"images:{tmp_path / 'a'}", owner=str(owner_list)))
-    assert "two owners for 'cat/1.png'" in line
-
-
-def test_hidden_folders_are_not_classes(tmp_path):
-    paths = ("cat/1.png", "dog/1.png", ".ipynb_checkpoints/1.png", "cat/._1.png")
-    dataset = load(image_folder(tmp_path, *paths), size=2)
-    assert (dataset.metadata["classes"], dataset.y_train.tolist()) == (["cat", "dog"], [0, 1])
-
-
 def test_a_byte_order_mark_is_not_a_character(tmp_path):
     (tmp_path / "a.txt").write_text("ROMEO:\nhello\n", "utf-8-sig")
     (tmp_path / "b.txt").write_text("ROMEO:\nhello\n", "utf-8")
@@ -221,8 +189,6 @@ def leaf_of(root, x, y):
     ("call", "line"),
     [
         (lambda root: load(f"leaf:{root}"), r"no \*.json in its folder train"),
-        (lambda root: load(f"images:{root}"), "has no images CLASS/FILE"),
-        (lambda root: load(f"images:{root}", colour="red"), "colour is 'red'; choose rgb or"),
         (lambda root: load(f"text:{root}"), r"no file that ends with \.txt"),
         (lambda root: load(f"text:{root}", owner="me"), "owner is 'me'; choose speaker or"),
         (lambda root: load("speeches", length=0), "length=0; use 1 or more"),
