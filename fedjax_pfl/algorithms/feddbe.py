@@ -7,12 +7,13 @@ B is a batch, z̄ starts at 0 in each round:
   z̄ ← (1 − μ) z̄ + μ mean_{x in B} z(x)
   (θ_i, b_i) ← (θ_i, b_i) − η ∇(f(ω(z + b_i); B) + κ ‖z̄ − C‖²/(2d)), from θ;   b_i stays
   θ ← Σ_k n_k θ_k / Σ_k n_k
-In the first round b_i = 0 and there is no penalty; it ends with C ← Σ_k n_k z̄_k / Σ_k n_k, which is
-then constant. A client is served ω(z(x) + b_i).
+The first round only finds C: clients train with b_i = 0 and without the penalty, C becomes
+Σ_k n_k z̄_k / Σ_k n_k and is then constant, and their models are discarded. A client is served
+ω(z(x) + b_i).
 
-Deviations: in the paper all clients train once before the first round to find C, and their models
-are discarded; here the cohort of the first round finds it, and its models are averaged. κ
-multiplies half of the mean square, as in the authors' code. θ_i and b_i are clipped separately.
+Deviations: in the paper all clients take part in the first round; here it is a cohort as in other
+rounds. κ multiplies half of the mean square, as in the authors' code. θ_i and b_i are clipped
+separately.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared.initial_state import initial_client_rows, initial_momentum
 from fedjax_pfl.algorithms.shared.method import Method
-from fedjax_pfl.core import local_training, optimizers
+from fedjax_pfl.core import local_training, optimizers, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
     ClientContext,
@@ -108,9 +109,9 @@ def feddbe(
 ) -> Algorithm:
     """Creates FedDBE: FedAvg with a personal shift of the features, whose mean a penalty pulls.
 
-    The penalty pulls a client's mean features to a common mean C, which the first round, one of
-    FedAvg, finds. The server stores the variables of the model, C [d] as `mean`, and `known`, False
-    until C exists. Clients store `Client`.
+    The penalty pulls a client's mean features to a common mean C. The first round only finds C; it
+    does not change the model. The server stores the variables of the model, C [d] as `mean`, and
+    `known`, False until C exists. Clients store `Client`.
 
     Args:
       penalty: κ, the weight of the distance between the mean features of a client and the common
@@ -162,7 +163,7 @@ def feddbe(
         old, known = state.server, state.server["known"]
         new = cohort.mean(cohort.uploads, _without(old, "known"))
         server = {
-            **new,
+            **trees.where(known, _without(new, "mean"), _without(old, "mean", "known")),
             "mean": jnp.where(known, old["mean"], new["mean"]),
             "known": known | jnp.any(cohort.weights > 0),
         }
@@ -172,10 +173,14 @@ def feddbe(
         return {**_without(state.server, "mean", "known"), "feature_bias": client.bias}
 
     def traffic(payload: PyTree, upload: PyTree) -> Traffic:
-        """Counts the uploaded mean features only in the first round; they are not read later."""
+        """Counts uploaded mean features only in the first round, and models only in later ones."""
         full = full_traffic(payload, upload)
-        mean_bytes = jnp.where(payload["known"], 0, full.up["mean"])
-        return full._replace(up={**full.up, "mean": mean_bytes})
+        return full._replace(
+            up={
+                name: jnp.where(payload["known"] == (name == "mean"), 0, size)
+                for name, size in full.up.items()
+            }
+        )
 
     return base._replace(
         init=init,

@@ -4,7 +4,7 @@ Zhang et al., GPFL: Simultaneously Learning Global and Personalized Feature Info
 Personalized Federated Learning, 2023. f = φ(x) are d features, C_c in R^d is the embedding of
 class c, Ĉ the downloaded C, V the conditional valve. Client i has n_ic of its n_i examples in c:
 
-  g = mean_c Ĉ_c,   p_i = Σ_c n_ic/n_i Ĉ_c;   γ, β = V(g),   γ_i, β_i = V(p_i)
+  g = mean_c Ĉ_c,   p_i = mean_c n_ic/n_i Ĉ_c;   γ, β = V(g),   γ_i, β_i = V(p_i)
   f^G = ReLU((γ + 1) ⊙ f + β),   f^P = ReLU((γ_i + 1) ⊙ f + β_i)
   L = mean_x f_i(ω_i f^P) − log(exp(cos(f^G, C_y)) / Σ_c exp(cos(f^G, C_c))) + λ ‖f^G − Ĉ_y‖
   (φ_i, V_i, C_i, ω_i) ← SGD on L + μ/2 (‖V‖² + ‖C‖²), from (φ, V, C, ω_i);   ω_i stays
@@ -12,8 +12,9 @@ class c, Ĉ the downloaded C, V the conditional valve. Client i has n_ic of its 
 γ and β are each LayerNorm(ReLU(Linear(condition))). A client is served ω_i f^P.
 
 Deviations: the paper also lists f as an input of V; as in the authors' code V reads only g or p_i.
-In the authors' code the λ term of a batch is the norm over all its examples, g and p_i are 0 in the
-first round, and later the means of the client's own C_i from before the server's average.
+The paper penalises norms of V and C, the authors' code and ours half their squares. In the authors'
+code the λ term of a batch is the norm over all its examples, p_i is a sum over classes, g and p_i
+are 0 in the first round, and later computed from the client's C_i before the server's average.
 """
 
 import dataclasses
@@ -167,10 +168,10 @@ def gpfl(
         return State(shared, (), Client(heads, initial_momentum(training, params, federation)))
 
     def personal_condition(categories: jax.Array, ctx: ClientContext) -> jax.Array:
-        """Returns p_i [d], the mean of `categories` [C, d] over the client's examples; or 0."""
+        """Returns p_i [d]: `categories` [C, d] times the client's shares of examples, averaged."""
         counts = class_counts(ctx.data, classes)
         shares = counts / jnp.maximum(jnp.sum(counts), 1.0)
-        return jnp.matmul(shares, categories, precision="highest")
+        return jnp.matmul(shares / classes, categories, precision="highest")
 
     def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
         downloaded = payload["params"]["categories"]

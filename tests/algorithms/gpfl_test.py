@@ -45,7 +45,7 @@ def route(params, condition):
 
 def objective(params, decay=0.0):
     """Returns the loss of the four examples and the decay of V and C."""
-    own = route(params, SHARES @ CATEGORIES)
+    own = route(params, SHARES @ CATEGORIES / 3)
     shared = route(params, CATEGORIES.mean(0))
     categories = params["categories"]
     products = shared @ categories.T
@@ -81,7 +81,7 @@ def test_one_round_by_hand():
     served = algorithm.personalize(State(shared, (), ()), client, context)
     for variables, expected in ((served, PARAMS), (result.variables, params)):
         outputs = algorithm.predict(variables, jnp.float32(X))
-        by_hand = route(expected, SHARES @ CATEGORIES) @ expected["head"]["kernel"]
+        by_hand = route(expected, SHARES @ CATEGORIES / 3) @ expected["head"]["kernel"]
         np.testing.assert_allclose(outputs, by_hand, rtol=1e-5, atol=1e-6)
     # The server averages all that is shared by examples. The head is not sent.
     uploads = [result.upload, shared]
