@@ -80,6 +80,7 @@ GRIDS = {
     "knn_per": "knn_per.neighbours=5,10; knn_per.weight=.25,.5,.75",
     "l2gd": "l2gd.pull=.2,.5,.8",
     "moon": "moon.mu=.1,1,5",
+    "pefll": "pefll.rate=.0002,.001,.005",
     "per_fedavg": "per_fedavg.alpha=.01,.05",
     "pfedgraph": "pfedgraph.alpha=.1,.8; pfedgraph.penalty=0,.01",
     "pfedhn": "pfedhn.rate=.01,.05",

@@ -126,6 +126,8 @@ _ONCE = {size + 4 * (99 + 9) for size in _PATHS}  # φx and φy in a client's fi
 _NORM = 4 * tiny.HIDDEN  # scale, bias, mean and variance
 _HEAD = (tiny.HIDDEN + 1) * tiny.CLASSES
 _PROTOTYPES = 4 * tiny.CLASSES * tiny.HIDDEN
+# Two hidden layers of four units; a first layer, three more, and heads for 83 parameters.
+_PSI, _PHI = 9 * 4 + 5 * 4 + 5 * 2, 3 * 7 + 3 * 8 * 7 + 8 * 83
 _VALVE = 4 * 2 * tiny.HIDDEN * (tiny.HIDDEN + 3)
 
 
@@ -267,6 +269,12 @@ CASES = {
         lambda model: (2 * model, model + 2 * 4),  # M weights
     ),
     "local": Case({}, moved, lambda model: (0, 0)),
+    # Down both networks; up the descriptor, the change of the parameters and the gradient of one.
+    "pefll": Case(
+        {"rate": 0.01, "embedding_width": 4, "width": 7, "weight_decay": 0.01, "clip_norm": 1.0},
+        all_of(moved, lambda _, last: bool(np.ptp(last.rows.descriptor, 0).min() > 0)),
+        lambda model: (4 * (_PSI + _PHI), model - 2 * _NORM + 4 * (_PSI + 2)),
+    ),
     "per_fedavg": Case(
         {"variant": "hf", "alpha": 0.05},
         all_of(moved, _matters("per_fedavg", "variant", "hf", "fo")),

@@ -42,6 +42,7 @@ from fedjax_pfl.algorithms.l2gd import L2GD, l2gd
 from fedjax_pfl.algorithms.lg_fedavg import LG_FEDAVG, lg_fedavg
 from fedjax_pfl.algorithms.local import LOCAL, local
 from fedjax_pfl.algorithms.moon import MOON, moon
+from fedjax_pfl.algorithms.pefll import PEFLL, pefll
 from fedjax_pfl.algorithms.per_fedavg import PER_FEDAVG, per_fedavg
 from fedjax_pfl.algorithms.pfedgraph import PFEDGRAPH, pfedgraph
 from fedjax_pfl.algorithms.pfedhn.method import PFEDHN, PFEDHN_PC, pfedhn, pfedhn_pc
@@ -89,6 +90,7 @@ METHODS: dict[str, Method] = {
         LG_FEDAVG,
         LOCAL,
         MOON,
+        PEFLL,
         PER_FEDAVG,
         PFEDGRAPH,
         PFEDHN,
@@ -139,6 +141,7 @@ __all__ = [
     "lg_fedavg",
     "local",
     "moon",
+    "pefll",
     "per_fedavg",
     "pfedgraph",
     "pfedhn",

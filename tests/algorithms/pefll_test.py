@@ -1,0 +1,162 @@
+"""PeFLL against NumPy, on the network (x A) B; the hypernetwork has one hidden layer."""
+
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import algorithms
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import State
+from fedjax_pfl.core.errors import UsageError
+from tests.algorithms import linear
+from tests.algorithms.linear import HEAD, A, X, Y, deep, kernels, train_client
+
+RATE, STEPS, SERVER_RATE, DECAY = 0.2, 3, 0.01, 0.1
+SIZES = {"descriptor": 2, "embedding_width": 3, "embedding_depth": 1, "width": 4, "depth": 1}
+KEYS = {"body": "head_body_kernel", "head": "head_head_kernel"}
+BATCH_KEY = jax.random.fold_in(linear.KEY, 2)
+
+
+def make(xs=(X,), ys=(Y,), **settings):
+    settings = {"rate": SERVER_RATE, "weight_decay": DECAY, **SIZES, **settings}
+    return linear.make_classifier("pefll", xs, ys, **settings)
+
+
+def layer(x, p):
+    return x @ p["kernel"] + p["bias"]
+
+
+def describe(psi, x, y):
+    hidden = layer(x, psi["fc1"]) + np.sqrt(3) * np.eye(3)[y] @ psi["labels"]["kernel"]
+    return layer(np.maximum(hidden, 0), psi["fc2"]).mean(0)
+
+
+def generate(phi, v):
+    hidden = layer(np.maximum(layer(v, phi["layer1"]), 0), phi["layer2"])
+    return [
+        layer(hidden, phi[KEYS[name]]).reshape(shape)
+        for name, shape in (("body", (2, 2)), ("head", (2, 3)))
+    ]
+
+
+def networks(state):
+    """Returns the parameters of both networks in float64."""
+    server = jax.device_get(state.server)
+    return jax.tree.map(np.float64, {"psi": server.embedding, "phi": server.hypernetwork})
+
+
+def train_by_hand(a, head, x, y):
+    """Returns A and B after the local steps."""
+    for _ in range(STEPS):
+        error = (linear.softmax(x @ a @ head) - np.eye(3)[y]) / len(x)
+        a, head = a - RATE * x.T @ error @ head.T, head - RATE * (x @ a).T @ error
+    return a, head
+
+
+def alignment(nets, x, y, change):
+    """Returns the inner product of the generated model with a change, whose slopes are g."""
+    model = generate(nets["phi"], describe(nets["psi"], x, y))
+    return sum(np.sum(part * c) for part, c in zip(model, change, strict=True))
+
+
+def test_one_round_by_hand():
+    xs, ys = [X, X[1:] * 2], [Y, np.array([1, 1, 0])]
+    algorithm, data = make(xs, ys)
+    state = algorithm.init(linear.KEY)
+    nets, gradients, uploads = networks(state), [], []
+    for i in range(2):
+        payload = algorithm.send(state._replace(clients=()), linear.context(data, i))
+        result = train_client(algorithm, payload, trees.row(state.clients, i), data, i)
+        v = describe(nets["psi"], xs[i], ys[i])
+        theta = generate(nets["phi"], v)
+        trained = train_by_hand(*theta, xs[i], ys[i])
+        change = [old - new for old, new in zip(theta, trained, strict=True)]
+        slopes = linear.central_differences(partial(alignment, nets, xs[i], ys[i], change), nets)
+        np.testing.assert_allclose(result.upload["descriptor"], v, rtol=1e-5, atol=1e-6)
+        uploaded = kernels({"params": result.upload["change"]})
+        chex.assert_trees_all_close(list(uploaded), change, rtol=1e-4, atol=1e-6)
+        chex.assert_trees_all_close(list(kernels(result.variables)), list(trained), rtol=1e-5)
+        gradient = result.upload["embedding_gradient"]
+        chex.assert_trees_all_close(gradient, slopes["psi"], rtol=1e-4, atol=1e-6)
+        gradients.append(slopes)
+        uploads.append(result.upload)
+        served = algorithm.personalize(state, trees.row(state.clients, i), linear.context(data, i))
+        chex.assert_trees_all_close(list(kernels(served)), theta, rtol=1e-5, atol=1e-6)
+    after = linear.receive(algorithm, state, [4, 3], uploads, [True, True])
+
+    def first_step_of_adam(p, g, h):
+        g = (g + h) / 2 + DECAY * p
+        return p - SERVER_RATE * g / (np.abs(g) + 1e-8)
+
+    expected = jax.tree.map(first_step_of_adam, nets, *gradients)
+    chex.assert_trees_all_close(networks(after), expected, rtol=1e-4, atol=1e-6)
+    v = np.stack([upload["descriptor"] for upload in uploads])
+    np.testing.assert_array_equal(after.rows.descriptor, v)
+
+
+def test_absent_clients_do_not_count():
+    algorithm, data = make([X] * 2, [Y] * 2)
+    state = algorithm.init(linear.KEY)
+    payload = algorithm.send(state._replace(clients=()), linear.context(data))
+    upload = train_client(algorithm, payload, trees.row(state.clients, 0), data).upload
+    broken = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), upload)
+    alone = linear.receive(algorithm, state, [4, 4], [upload, broken], [True, False])
+    both = linear.receive(algorithm, state, [4, 4], [upload, upload], [True, True])
+    chex.assert_trees_all_close(networks(alone), networks(both), rtol=1e-5, atol=1e-6)
+    assert not alone.rows.descriptor[1].any()
+
+
+def test_the_gradient_is_clipped_over_both_networks():
+    algorithm, data = make(clip_norm=1e-9, weight_decay=0.0)
+    state = algorithm.init(linear.KEY)
+    payload = algorithm.send(state._replace(clients=()), linear.context(data))
+    upload = train_client(algorithm, payload, trees.row(state.clients, 0), data).upload
+    after = linear.receive(algorithm, state, [4], [upload], [True])
+    first = after.server.moments[2][0].mu  # 0.1 g
+    assert float(trees.squared_norm(first)) ** 0.5 == pytest.approx(1e-10, rel=1e-3)
+
+
+def test_a_descriptor_reads_a_batch_in_training_and_all_examples_in_evaluation():
+    algorithm, data = make(examples=1)
+    state = algorithm.init(linear.KEY)
+    payload = algorithm.send(state._replace(clients=()), linear.context(data))
+    result = train_client(algorithm, payload, trees.row(state.clients, 0), data)
+    psi = networks(state)["psi"]
+    singles = np.stack([describe(psi, X[k : k + 1], Y[k : k + 1]) for k in range(4)])
+    distances = np.abs(singles - np.asarray(result.upload["descriptor"])).max(1)
+    assert (distances < 1e-5).sum() == 1
+    served = algorithm.personalize(state, trees.row(state.clients, 0), linear.context(data))
+    expected = generate(networks(state)["phi"], singles.mean(0))
+    chex.assert_trees_all_close(list(kernels(served)), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_traffic_is_both_networks_down_and_the_papers_uploads():
+    algorithm, data = make()
+    state = algorithm.init(linear.KEY)
+    payload = algorithm.send(state._replace(clients=()), linear.context(data))
+    result = train_client(algorithm, payload, trees.row(state.clients, 0), data)
+    traffic = algorithm.traffic(payload, result.upload)
+    psi = (3 + 3) * 3 + 4 * 2
+    phi = 3 * 4 + 5 * 4 + 5 * (4 + 6)
+    assert sum(traffic.down.values()) == 4 * (psi + phi)
+    assert sum(traffic.up.values()) == 4 * (psi + 2 + 4 + 6)
+
+
+def test_phases_continue_the_networks_and_cannot_start_from_a_model():
+    algorithm, _ = make()
+    state = algorithm.init(linear.KEY)
+    state = state._replace(rows=jax.tree.map(lambda leaf: leaf + 1, state.rows))
+    chex.assert_trees_all_equal(algorithm.init(jax.random.key(9), state), state)
+    with pytest.raises(UsageError, match="φ cannot be read from a model"):
+        algorithm.init(linear.KEY, State(deep(A, HEAD), (), ()))
+
+
+def test_sequences_are_refused():
+    _, federation = linear.federated([X], [Y])
+    federation = federation._replace(input_dtype="int32")
+    with pytest.raises(UsageError, match=r"^pefll describes vectors and images"):
+        algorithms.pefll(linear.Deep(), local_training.sgd(steps=1), federation)
