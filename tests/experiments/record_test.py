@@ -9,7 +9,7 @@ from experiments.papers import agreement, picture, record
 from experiments.papers.tables import TABLES
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.settings import configuration
-from tests.report.comparison_test import made
+from tests.report.comparison_test import write_run as write_comparison_run
 
 NAME = "pfedla/table1"
 TABLE = {NAME: TABLES[NAME]._replace(variants=("ditto",))}
@@ -21,7 +21,7 @@ def write_run(path, row, score, rounds=(5, 10), finished=True, **changes):
     config = TABLES[NAME].settings(row, "cifar10-n10", "cifar10", None)
     config.update({"rounds": rounds[-1], "seed": 0} | changes)
     settings = json.loads(json.dumps(configuration.resolve(config)))
-    return made(path, [score] * 3, settings, finished, rounds=rounds)
+    return write_comparison_run(path, [score] * 3, settings, finished, rounds=rounds)
 
 
 @pytest.fixture

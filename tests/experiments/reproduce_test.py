@@ -12,7 +12,7 @@ from fedjax_pfl.runs import runner
 from fedjax_pfl.runs.interrupt import Stopped
 from fedjax_pfl.settings import configuration
 from tests.commands import message
-from tests.report.comparison_test import made as write_comparison_run
+from tests.report.comparison_test import write_run as write_comparison_run
 
 FULL = Options("pfedla/table1", "full", ("local/cifar10-n10", "*avg/cifar10-n10"), 2, rounds=60)
 

@@ -9,7 +9,7 @@ import pytest
 from fedjax_pfl.report import comparison_page, leaderboard
 from tests import browser
 from tests.report import comparison_test, page_test
-from tests.report.comparison_test import made, rows_of
+from tests.report.comparison_test import rows_of, write_run
 
 INSTALLED = all(map(shutil.which, ("chromium", "chromedriver")))
 REQUIRED = os.environ.get("FEDJAX_PFL_REQUIRE_BROWSER") == "1"
@@ -75,7 +75,7 @@ def pages(tmp_path_factory):
     for algorithm, scores in comparison_test.SCORES.items():
         for seed, values in enumerate(scores):
             config = comparison_test.settings(algorithm, seed=seed)
-            paths.append(made(folder / f"{algorithm}{seed}", values, config))
+            paths.append(write_run(folder / f"{algorithm}{seed}", values, config))
     leaderboard.write(leaderboard.read(RESULTS), folder / "leaderboard")
     return {
         "run": run / "report.html",

@@ -20,7 +20,7 @@ from fedjax_pfl.report import (
 )
 from fedjax_pfl.report.numbers import metric_of
 from tests.report import comparison_test
-from tests.report.comparison_test import made, rows_of, settings
+from tests.report.comparison_test import rows_of, settings, write_run
 
 pair = comparison_test.pair  # the fixture
 
@@ -68,7 +68,9 @@ def test_text_has_at_most_100_columns(tmp_path):
     for name, changes in (("a", {}), ("b", {"phases": [{"rounds": 10**6}] * 9})):
         for seed in (0, 1):
             path = tmp_path / f"{name}{seed}"
-            made(path, [-1e30, -2e30], settings(seed=seed, **changes), seed == 0, score, (1, 10**6))
+            write_run(
+                path, [-1e30, -2e30], settings(seed=seed, **changes), seed == 0, score, (1, 10**6)
+            )
     rows = rows_of(*(tmp_path / name for name in ("a0", "a1", "b0", "b1")))
     text = comparison_page.text(rows)
     assert max(map(len, text.splitlines())) <= 100
@@ -89,9 +91,9 @@ def test_markdown_parsed_back(pair):
 def test_latex_parsed_back(pair):
     pair = [pair[0], pair[1]._replace(label="a_b & 5 % <$x^2~{}\\>")]
     text = comparison_page.latex(pair)
-    plain = re.sub(r"\\textbf{(.*?)}", r"\1", text)
-    plain = plain.replace(r"$\pm$", "±").replace("$+$", "+").replace("$-$", "-")
-    rows = [x.removesuffix(r" \\").split(" & ") for x in plain.splitlines() if x.endswith(r"\\")]
+    unmarked = re.sub(r"\\textbf{(.*?)}", r"\1", text)
+    unmarked = unmarked.replace(r"$\pm$", "±").replace("$+$", "+").replace("$-$", "-")
+    rows = [x.removesuffix(r" \\").split(" & ") for x in unmarked.splitlines() if x.endswith(r"\\")]
     results, tests = comparison_page.tables(pair)
     assert rows[1] == results.rows[0]
     assert rows[4][1:] == tests.rows[0][1:]
@@ -163,9 +165,11 @@ def test_folder_that_cannot_be_written_is_refused(pair, tmp_path):
 
 def test_diagnostics_are_columns(tmp_path):
     """The value is the mean over layers and seeds at the last evaluation: (3 + 1 + 4 + 2) / 4."""
-    paths = [made(tmp_path / "fedavg", [0.4], settings(seed=0))]
+    paths = [write_run(tmp_path / "fedavg", [0.4], settings(seed=0))]
     for seed, peers in enumerate(({"conv": 3.0, "head": 1.0}, {"conv": 4.0, "head": 2.0})):
-        path = made(tmp_path / f"pfedla{seed}", [0.5], settings("pfedla", seed=seed), rounds=(5,))
+        path = write_run(
+            tmp_path / f"pfedla{seed}", [0.5], settings("pfedla", seed=seed), rounds=(5,)
+        )
         line = json.loads((path / "metrics.jsonl").read_text())
         line["diagnostics"] = {"peers": peers, "one_hot": 0.0}
         (path / "metrics.jsonl").write_text(json.dumps(line))

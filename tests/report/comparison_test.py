@@ -21,7 +21,7 @@ def settings(algorithm="fedavg", **changes):
     return json.loads(json.dumps(configuration.resolve(config)))
 
 
-def made(path, scores, config, finished=True, score="accuracy", rounds=(5, 10), after=True):
+def write_run(path, scores, config, finished=True, score="accuracy", rounds=(5, 10), after=True):
     """Writes a run directory; local training improves every client by 0.05."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
@@ -64,7 +64,9 @@ def rows_of(*paths):
 def compared(folder, baseline, scores, score="accuracy", **changes):
     """Returns the rows of a FedAvg run with the scores `baseline` and a Local run with `scores`."""
     runs = (("fedavg", baseline), ("local", scores))
-    return rows_of(*(made(folder / a, s, settings(a, **changes), score=score) for a, s in runs))
+    return rows_of(
+        *(write_run(folder / a, s, settings(a, **changes), score=score) for a, s in runs)
+    )
 
 
 @pytest.fixture
@@ -72,7 +74,7 @@ def pair(tmp_path):
     """Returns rows of FedAvg and Local with two seeds each, from a mixed order."""
     order = [("fedavg", 1), ("local", 0), ("fedavg", 0), ("local", 1)]
     return rows_of(
-        *(made(tmp_path / f"{a}{s}", SCORES[a][s], settings(a, seed=s)) for a, s in order)
+        *(write_run(tmp_path / f"{a}{s}", SCORES[a][s], settings(a, seed=s)) for a, s in order)
     )
 
 
@@ -82,8 +84,8 @@ def pair(tmp_path):
 def test_runs_that_differ_in_seed_and_resumable_settings_are_one_row(tmp_path):
     neutral = {"data_dir": "elsewhere", "chunk": 3, "devices": 2, "checkpoint_every": 7}
     for seed, changes in enumerate([{}, neutral]):
-        made(tmp_path / f"{seed}", [0.5], settings(seed=seed, **changes))
-    made(tmp_path / "2", [0.5], settings(seed=2, partition_seed=1))
+        write_run(tmp_path / f"{seed}", [0.5], settings(seed=seed, **changes))
+    write_run(tmp_path / "2", [0.5], settings(seed=2, partition_seed=1))
     rows = rows_of(*(tmp_path / name for name in "102"))
     assert [[run.seed for run in row.runs] for row in rows] == [[0, 1], [2]]
     assert [row.label for row in rows] == ["partition_seed=0", "partition_seed=1"]
@@ -94,14 +96,14 @@ def test_settings_that_an_old_run_lacks_are_at_their_defaults(tmp_path):
     old = settings("pfedme", seed=1)
     del old["keep_head"], old["pfedme"]["beta"]
     configs = [old, settings("pfedme"), settings("pfedme", pfedme={"beta": 2.0})]
-    rows = rows_of(*(made(tmp_path / str(i), [0.5], c) for i, c in enumerate(configs)))
+    rows = rows_of(*(write_run(tmp_path / str(i), [0.5], c) for i, c in enumerate(configs)))
     assert [len(row.runs) for row in rows] == [2, 1]
     assert [row.label for row in rows] == ["pfedme.beta=1.0", "pfedme.beta=2.0"]
 
 
 def test_a_setting_of_another_version_is_a_label(tmp_path):
     configs = {"a": {**settings(), "gone": 3}, "b": settings()}
-    rows = rows_of(*(made(tmp_path / name, [0.5], config) for name, config in configs.items()))
+    rows = rows_of(*(write_run(tmp_path / name, [0.5], config) for name, config in configs.items()))
     assert [row.label for row in rows] == ["gone=3", "FedAvg"]
 
 
@@ -144,7 +146,7 @@ def test_summary_has_means_and_sample_deviations_over_seeds(pair):
 
 
 def test_summary_of_one_seed_without_evaluation_after_training(tmp_path):
-    (row,) = rows_of(made(tmp_path / "a", [0.2, 0.4], settings(), after=False))
+    (row,) = rows_of(write_run(tmp_path / "a", [0.2, 0.4], settings(), after=False))
     summary = comparison.summary(row)
     assert summary.before == pytest.approx({"mean": 0.3, "std": None, "seeds": 1})
     assert summary.after is None
@@ -155,8 +157,8 @@ def test_summary_of_one_seed_without_evaluation_after_training(tmp_path):
 
 def test_curve_has_means_and_extremes_over_seeds_at_common_rounds(tmp_path):
     paths = [
-        made(tmp_path / "a", [0.4], settings(seed=0)),
-        made(tmp_path / "b", [0.8], settings(seed=1), rounds=(5, 8, 10)),
+        write_run(tmp_path / "a", [0.4], settings(seed=0)),
+        write_run(tmp_path / "b", [0.8], settings(seed=1), rounds=(5, 8, 10)),
     ]
     curve = comparison.curve(rows_of(*paths)[0])
     assert curve.rounds == [5, 10]
@@ -172,7 +174,7 @@ def test_curve_has_means_and_extremes_over_seeds_at_common_rounds(tmp_path):
 def digest_rows(folder, *runs):
     """Returns the rows of runs (method, digest of the examples, which may be None)."""
     for i, (algorithm, digest) in enumerate(runs):
-        path = made(folder / str(i), [0.5, 0.6], settings(algorithm, dataset="csv:t.csv"))
+        path = write_run(folder / str(i), [0.5, 0.6], settings(algorithm, dataset="csv:t.csv"))
         if digest is not None:
             (path / "data.json").write_text(json.dumps({"digest": digest}))
     return rows_of(*(folder / str(i) for i in range(len(runs))))
@@ -224,7 +226,7 @@ def test_seeds_of_a_client_count_as_one_pair(tmp_path):
     for seed, gain in enumerate(gains):
         for algorithm, scores in (("fedavg", [0.2] * 5), ("local", [0.2 + g for g in gain])):
             config = settings(algorithm, seed=seed)
-            paths.append(made(tmp_path / f"{algorithm}{seed}", scores, config))
+            paths.append(write_run(tmp_path / f"{algorithm}{seed}", scores, config))
     rows = rows_of(*paths)
     test = comparison.paired_test(rows[1], rows[0], "before")
     assert test == pytest.approx((0.055, 2 / 32, 5, 5))
@@ -270,8 +272,8 @@ def test_reasons_why_rows_are_not_paired(tmp_path, changes, reason):
     options = {key: changes.pop(key) for key in ("finished", "after") if key in changes}
     scores = changes.pop("scores", [0.5, 0.6, 0.7])
     rows = rows_of(
-        made(tmp_path / "a", [0.5, 0.6, 0.7], settings()),
-        made(tmp_path / "b", scores, settings("local", **changes), **options),
+        write_run(tmp_path / "a", [0.5, 0.6, 0.7], settings()),
+        write_run(tmp_path / "b", scores, settings("local", **changes), **options),
     )
     assert comparison.paired_test(rows[1], rows[0], "after") == reason
     cells = comparison_page.tables(rows)[1].rows[0]
@@ -311,7 +313,7 @@ def test_share_better_than_local(pair):
 
 
 def test_an_unfinished_run_is_marked(tmp_path):
-    (row,) = rows_of(made(tmp_path / "a", [0.5], settings(), finished=False))
+    (row,) = rows_of(write_run(tmp_path / "a", [0.5], settings(), finished=False))
     assert comparison_page.tables([row])[0].rows[0][0] == "FedAvg (unfinished, round 10)"
     assert "unfinished, round 10" in comparison_page.as_csv([row])
 
@@ -321,9 +323,9 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path):
         "is not a run directory: it lacks config.json and metrics.jsonl"
     )
     assert "name one run directory" in message(run_here, "compare")
-    run = made(tmp_path / "a", [0.5], settings())
+    run = write_run(tmp_path / "a", [0.5], settings())
     assert "same settings and seed 0" in message(rows_of, run, run)
-    other_score = made(tmp_path / "b", [0.5], settings(seed=1), score="negative_loss")
+    other_score = write_run(tmp_path / "b", [0.5], settings(seed=1), score="negative_loss")
     line = message(rows_of, run, other_score)
     assert f"{run} is scored by accuracy and {other_score} by negative_loss" in line
     (run / "metrics.jsonl").write_text("")
@@ -332,7 +334,7 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path):
 
 def test_run_directories_of_a_sweep(tmp_path):
     (tmp_path / "two" / "compare").mkdir(parents=True)  # as a sweep has it
-    paths = [made(tmp_path / "two" / f"seed={i}", [0.5], settings(seed=i)) for i in range(2)]
+    paths = [write_run(tmp_path / "two" / f"seed={i}", [0.5], settings(seed=i)) for i in range(2)]
     assert compare.run_directories(tmp_path / "two") == paths
     assert compare.run_directories(paths[0]) == paths[:1]
     no_run = tmp_path / "two" / "compare"

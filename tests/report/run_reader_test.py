@@ -8,7 +8,7 @@ from fedjax_pfl.report import comparison, comparison_page, run_reader
 from fedjax_pfl.report.run_index import RunIndex
 from fedjax_pfl.runs import export
 from tests.commands import message, run_here
-from tests.report.comparison_test import made, rows_of, settings
+from tests.report.comparison_test import rows_of, settings, write_run
 
 DEEP = "[" * 1000 + "]" * 1000
 DAMAGE = {
@@ -57,7 +57,7 @@ DAMAGE = {
 
 @pytest.fixture
 def run(tmp_path):
-    return made(tmp_path / "run", [0.5, 0.6, 0.7], settings())
+    return write_run(tmp_path / "run", [0.5, 0.6, 0.7], settings())
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_cells_are_read_as_numbers(run):
 
 
 def test_unfinished_run_may_have_an_incomplete_last_line(tmp_path):
-    path = made(tmp_path / "a", [0.5], settings(), finished=False)
+    path = write_run(tmp_path / "a", [0.5], settings(), finished=False)
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"round": 15, "bef')
     assert [line["round"] for line in run_reader.read(path).metrics] == [5, 10]
@@ -109,7 +109,7 @@ def test_unfinished_run_may_have_an_incomplete_last_line(tmp_path):
 def test_markdown_escapes_html(tmp_path):
     hostile = '<img src=x onerror="alert(1)">'
     paths = [
-        made(tmp_path / str(i), [0.5], settings() | {"dataset": dataset})
+        write_run(tmp_path / str(i), [0.5], settings() | {"dataset": dataset})
         for i, dataset in enumerate((hostile, "digits"))
     ]
     text = comparison_page.markdown(rows_of(*paths))
