@@ -14,6 +14,7 @@ from fedjax_pfl.data.dataset import (
 )
 from fedjax_pfl.data.numbers import as_float
 from fedjax_pfl.data.tables import Table
+from fedjax_pfl.data.tokens import KINDS, encode_texts
 
 LABEL_KINDS, CATEGORIES = ("auto", "class", "number"), ("onehot", "index")
 NORMALISE = ("federation", "client", "none")
@@ -31,6 +32,9 @@ class Roles(NamedTuple):
     categories: str  # encoding of text columns: onehot, or index
     normalise: str  # moments of input numbers: over the federation, of each client, or none
     normalise_label: bool  # also normalise the target of a regression
+    tokens: str = ""  # read the inputs as text: words, or bytes; "": not as text
+    length: int = 64  # number of tokens of an example
+    words: int = 10_000  # size of the vocabulary
 
 
 ROLES = """
@@ -43,6 +47,10 @@ Args:
   normalise: Scale each input that is a number to mean 0 and deviation 1: by the training examples
     of all active clients (federation), by those of each client (client), or not at all (none).
   normalise_label: Scale the target of a regression too, always over the federation.
+  tokens: Read the input columns as one text, a sequence of tokens: words, or bytes. Empty: no.
+  length: For tokens, number of tokens to read. Shorter texts are padded with 0.
+  words: For tokens, size of the vocabulary, which has the most frequent tokens of the training
+    examples. 0 is no token, 1 any other token.
 """
 
 
@@ -55,6 +63,8 @@ def table_dataset(source: str, tables: tuple[Table, Table | None], roles: Roles)
     require_one_of(f"{source}.label_kind", roles.label_kind, LABEL_KINDS)
     require_one_of(f"{source}.categories", roles.categories, CATEGORIES)
     require_one_of(f"{source}.normalise", roles.normalise, NORMALISE)
+    if roles.tokens:
+        require_one_of(f"{source}.tokens", roles.tokens, tuple(KINDS))
     train, test = tables
     name = train.name
     files = [table for table in tables if table]
@@ -77,9 +87,12 @@ def table_dataset(source: str, tables: tuple[Table, Table | None], roles: Roles)
         raise UsageError(f"{name} has no column besides label and owner; add an input column")
     if roles.label in inputs:
         raise UsageError(f"{name}: column {roles.label!r} is both input and label; choose one")
-    x, is_number, input_metadata = _inputs(
-        name, source, roles, [(column, read(column, "input")) for column in inputs]
-    )
+    if roles.tokens:
+        x, is_number, input_metadata = _texts(source, roles, files, inputs)
+    else:
+        x, is_number, input_metadata = _inputs(
+            name, source, roles, [(column, read(column, "input")) for column in inputs]
+        )
     if y.ndim == 2 and y.dtype == x.dtype == np.int32:  # tokens of one vocabulary
         outputs = max(outputs, int(x.max()) + 1)
 
@@ -253,6 +266,23 @@ def _inputs(
     if roles.categories == "index" and not any(is_number):  # only categories
         return x.astype(np.int32), np.array(is_number), metadata
     return x.astype(dtype if any(is_number) else np.float32), np.array(is_number), metadata
+
+
+def _texts(
+    source: str, roles: Roles, files: list[Table], inputs: list[str]
+) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
+    """Like `_inputs`, for columns of text that are joined and read as tokens.
+
+    Returns x int32 [rows, length], a mask that is False everywhere, and metadata: "input", the
+    names of the columns, and "tokens", the text of each token.
+    """
+    for file in files:
+        for column in inputs:
+            file.require_column(column, f"{source}.input")
+    parts = [[" ".join(row) for row in zip(*map(f.texts, inputs), strict=True)] for f in files]
+    x, vocabulary = encode_texts(source, parts, roles.tokens, roles.length, roles.words)
+    metadata = {"input": inputs, "tokens": vocabulary}
+    return np.concatenate(x), np.zeros(roles.length, bool), metadata
 
 
 def _wide_input(

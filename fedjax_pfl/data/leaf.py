@@ -1,8 +1,6 @@
 """LEAF's JSON files: users with their examples, in LEAF's split into training and test set."""
 
 import json
-import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from fedjax_pfl.data.numbers import as_float
 from fedjax_pfl.data.prepared import root_folder
 from fedjax_pfl.data.tables import find_path
 from fedjax_pfl.data.text import characters, encode
+from fedjax_pfl.data.tokens import encode_texts
 
 _SIDE = 28  # FEMNIST's images are lists of 28 * 28 pixels
 _CHARACTERS = 62
@@ -201,21 +200,11 @@ def _tweets(name: str, xs: Any, length: int, words: int) -> tuple[list[np.ndarra
     Returns x of both sets, int32 [n, length], and the word of each token. `words` is the size of
     the vocabulary, with 0 for padding and 1 for words that are not in it.
     """
-    if length < 1 or words < 3:
-        raise UsageError(f"leaf: length={length}, words={words}: use 1 or more, and 3 or more")
     try:
-        split = [[re.findall(r"\w+|[^\w\s]", tweet[_TEXT].lower()) for tweet in x] for x in xs]
+        texts = [[tweet[_TEXT] for tweet in part] for part in xs]
     except IndexError:
         raise UsageError(f"{name}: a tweet has fewer than {_TEXT + 1} fields") from None
-    counts = Counter(word for tweet in split[0] for word in tweet)
-    frequent = sorted(counts, key=lambda word: (-counts[word], word))[: words - 2]
-    vocabulary = ["", "?", *sorted(frequent)]
-    token = {word: i for i, word in enumerate(vocabulary) if i > 1}
-    x = [
-        _pad([[token.get(w, 1) for w in tweet[:length]] for tweet in part], length)
-        for part in split
-    ]
-    return x, vocabulary
+    return encode_texts("leaf", texts, "words", length, words)
 
 
 def _pad(sequences: Sequence[Any], length: int) -> np.ndarray:

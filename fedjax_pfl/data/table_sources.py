@@ -16,13 +16,14 @@ Tables = tuple[Table, Table | None]  # for training and, if there is one, for te
 
 
 def _source(
-    name: str, read: Callable[[str, str], Tables], summary: str, test_meaning: str
+    name: str, read: Callable[..., Tables], summary: str, test_meaning: str
 ) -> Callable[..., Dataset]:
     """Returns a source, a function of a path and settings, whose examples are rows of a table.
 
     Args:
       name: Name of the source, for messages.
-      read: Maps the path and the setting `test` to (training table, test table or None).
+      read: Maps the path, the setting `test` and, if it is not empty, the setting `columns` to
+        (training table, test table or None).
       summary: First line of the source's docstring.
       test_meaning: Meaning of the setting `test`.
     """
@@ -37,8 +38,14 @@ def _source(
         categories: str = "onehot",
         normalise: str = "federation",
         normalise_label: bool = True,
+        tokens: str = "",
+        length: int = 64,
+        words: int = 10_000,
+        columns: str = "",
         test: str = "",
     ) -> Dataset:
+        if columns and name != "csv":
+            raise UsageError(f"{name}.columns is for CSV files without a header line; leave it out")
         roles = Roles(
             owner=owner,
             input=input,
@@ -47,16 +54,28 @@ def _source(
             categories=categories,
             normalise=normalise,
             normalise_label=normalise_label,
+            tokens=tokens,
+            length=length,
+            words=words,
         )
-        return table_dataset(name, read(path, test), roles)
+        return table_dataset(name, read(path, test, *([columns] if columns else [])), roles)
 
-    source.__doc__ = f"{summary}\n{ROLES}  test: {test_meaning}.\n"
+    source.__doc__ = (
+        f"{summary}\n{ROLES}  columns: Names of the columns of a CSV file without a header line, "
+        f"separated by commas.\n  test: {test_meaning}.\n"
+    )
     return source
 
 
-def _csv(path: str, test: str) -> Tables:
+def _csv(path: str, test: str, columns: str = "") -> Tables:
     """Reads a CSV file, and another one for testing unless `test` is empty."""
-    return tables.read_csv(path), tables.read_csv(test) if test else None
+    test_table = tables.read_csv(test, names=columns) if test else None
+    return tables.read_csv(path, names=columns), test_table
+
+
+def _json_lines(path: str, test: str) -> Tables:
+    """Reads a file of JSON lines, and another one for testing unless `test` is empty."""
+    return tables.read_json_lines(path), tables.read_json_lines(test) if test else None
 
 
 def _parquet(path: str, test: str) -> Tables:
@@ -218,6 +237,12 @@ SOURCES: dict[str, Callable[..., Dataset]] = {
         _parquet,
         "A Parquet file, or a folder of them (test*.parquet, test/*: test examples), parquet:PATH.",
         "File or folder of test examples with the same columns. Empty: those of the folder",
+    ),
+    "jsonl": _source(
+        "jsonl",
+        _json_lines,
+        "A text file with a JSON object in each line, also compressed (.gz), jsonl:FILE.",
+        "File of test examples with the same keys. Empty: no test set",
     ),
     "hf": _source(
         "hf",

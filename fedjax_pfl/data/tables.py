@@ -23,6 +23,7 @@ class Table(NamedTuple):
     rows: int  # number of rows
     read: Callable[[str], np.ndarray]  # [rows, ...]: numbers, text, or uint8 images
     classes: dict[str, tuple[str, ...]]  # by column of integers: class names, if the file has them
+    texts: Callable[[str], list[str]]  # a column of text, as Python strings, which need less memory
     cells: Callable[[str], np.ndarray] | None = None  # a column as written; None for binary files
 
     def column(self, name: str, setting: str, *, as_text: bool = False) -> np.ndarray:
@@ -33,12 +34,16 @@ class Table(NamedTuple):
           setting: The setting that names it, for messages.
           as_text: Return cells as they are written in the file, if it is a text file.
         """
+        self.require_column(name, setting)
+        return self.cells(name) if as_text and self.cells else self.read(name)
+
+    def require_column(self, name: str, setting: str) -> None:
+        """Raises UsageError, which says that `setting` names it, if there is no column `name`."""
         if name not in self.columns:
             raise UsageError(
                 f"{self.name} has no column {name!r}, which {setting} names; there are "
                 f"{_most_similar_first(name, self.columns)}"
             )
-        return self.cells(name) if as_text and self.cells else self.read(name)
 
     def spellings(self, name: str) -> np.ndarray:
         """Returns the cells of a column as text [rows]; for binary files, only distinct values."""
@@ -71,8 +76,12 @@ def find_path(source: str, path: str) -> Path:
     raise UsageError(f"{source}:{path}: there is no such file or folder{hint}")
 
 
-def read_csv(path: str, source: str = "csv") -> Table:
-    """Reads a text file with a header, separated by commas, semicolons or tabs."""
+def read_csv(path: str, source: str = "csv", names: str = "") -> Table:
+    """Reads a text file separated by commas, semicolons or tabs.
+
+    `names` are those of its columns, separated by commas; empty: they are in the first line.
+    `source`, such as csv, precedes the path in messages.
+    """
     name, file = f"{source}:{path}", find_path(source, path)
     try:
         with open(file, newline="", encoding="utf-8-sig") as stream:
@@ -80,7 +89,8 @@ def read_csv(path: str, source: str = "csv") -> Table:
             stream.seek(0)
             delimiter = max(",;\t", key=header.count)
             # strict: otherwise an unclosed quote would join all rows below into its cell
-            columns, *rows = list(csv.reader(stream, delimiter=delimiter, strict=True)) or [[]]
+            rows = list(csv.reader(stream, delimiter=delimiter, strict=True))
+            columns, *rows = [names.split(","), *rows] if names else (rows or [[]])
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         hint = "; save it as UTF-8" if isinstance(error, UnicodeDecodeError) else ""
         hint = "; close or double its quotes" if isinstance(error, csv.Error) else hint
@@ -107,8 +117,27 @@ def read_csv(path: str, source: str = "csv") -> Table:
         return _convert(name, column, cells(column))
 
     return Table(
-        name=name, columns=tuple(columns), rows=len(rows), read=read, classes={}, cells=cells
+        name=name,
+        columns=tuple(columns),
+        rows=len(rows),
+        read=read,
+        classes={},
+        texts=lambda column: [row[place[column]].strip() for row in rows],
+        cells=cells,
     )
+
+
+def read_json_lines(path: str) -> Table:
+    """Reads a text file, also compressed, with a JSON object with the same keys in each line."""
+    import pyarrow
+    from pyarrow import json as arrow_json
+
+    name, file = f"jsonl:{path}", find_path("jsonl", path)
+    try:
+        with pyarrow.input_stream(str(file), compression="detect") as stream:
+            return from_arrow(name, arrow_json.read_json(stream))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UsageError(f"{name} cannot be read as lines of JSON: {first_line(error)}") from None
 
 
 def _convert(name: str, column: str, cells: np.ndarray) -> np.ndarray:
@@ -236,12 +265,16 @@ def from_arrow(name: str, table: Any) -> Table:
     def read(column: str) -> np.ndarray:
         return _to_array(f"{name}: column {column!r}", table.column(column).combine_chunks())
 
+    def texts(column: str) -> list[str]:
+        return ["" if text is None else str(text) for text in table.column(column).to_pylist()]
+
     return Table(
         name=name,
         columns=tuple(table.column_names),
         rows=table.num_rows,
         read=read,
         classes=classes,
+        texts=texts,
     )
 
 

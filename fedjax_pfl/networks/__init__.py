@@ -6,6 +6,7 @@ which a tree of parameters, sorted by name, does not show. `head` is the last la
 
 from fedjax_pfl.networks.cnn import CNN, DropoutCNN
 from fedjax_pfl.networks.cnn1d import CNN1D
+from fedjax_pfl.networks.fasttext import FastText
 from fedjax_pfl.networks.lenet import LeNet
 from fedjax_pfl.networks.lstm import LSTM
 from fedjax_pfl.networks.mlp import MLP
@@ -19,6 +20,7 @@ MODELS = {  # by the name that a configuration uses; fields are settings
     "cnn": CNN,
     "cnn1d": CNN1D,
     "dropout_cnn": DropoutCNN,
+    "fasttext": FastText,
     "lenet": LeNet,
     "lstm": LSTM,
     "mlp": MLP,
@@ -35,6 +37,7 @@ __all__ = [
     "MLP",
     "MODELS",
     "DropoutCNN",
+    "FastText",
     "LeNet",
     "MobileNet",
     "ResNet9",

@@ -379,7 +379,7 @@ def _check_vocabulary(inputs: PhaseInputs, name: str, model: Any) -> None:
 def _fitting_networks(federation: Federation) -> tuple[str, ...]:
     """Returns names of built-in networks that suit the shape and dtype of the inputs."""
     if np.issubdtype(federation.input_dtype, np.integer):
-        return ("lstm", "transformer")
+        return ("lstm", "transformer") if federation.positions else ("fasttext", "mlp")
     return {1: ("mlp",), 2: ("cnn1d", "mlp")}.get(len(federation.input_shape), ("small", "mlp"))
 
 
