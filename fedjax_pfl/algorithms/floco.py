@@ -8,8 +8,8 @@ Client k has the centre α_k and the radius ρ_k; at first (1/M, ..., 1/M) and 2
   (φ, ω_m) ← (φ, ω_m) − η ∇f(φ, Σ_m α_m ω_m; B), for all m
   φ, ω_m ← Σ_k n_k (φ_k, ω_mk) / Σ_k n_k
 
-After τ rounds the server places the clients once, by their signals g_k: the changes old − new of
-all endpoints in the client's latest round. κ_k are the first M principal components of g_k:
+After τ rounds the server places the clients once. The signal g_k is the change old − new of all
+endpoints in the client's latest round. κ_k are the first M principal components of g_k:
 
   α_k ← Π(κ_k/s), ρ_k ← ρ;   Π: projection onto the simplex; s in {0.0001, ..., 1}, 1000 values,
   minimises Σ_{j<k} 1/‖α_j − α_k‖², the Riesz energy, with distances of at least 0.0001
@@ -52,7 +52,7 @@ from fedjax_pfl.core.diagnostics import Diagnostic, Picture, of_array
 from fedjax_pfl.core.errors import UsageError, require_at_least
 from fedjax_pfl.core.examples import Batch
 
-_WHOLE = 2.0  # radius that contains the whole simplex: the largest L1 distance of two of its points
+_WHOLE_SIMPLEX = 2.0  # radius of the whole simplex: the largest L1 distance of two points
 _SCALES = 1000
 _LEAST_DISTANCE = 1e-4
 _LEAST_VARIANCE = 1e-6  # components with less variance, relative to the first, are rounding
@@ -90,7 +90,7 @@ def sample_point(key: jax.Array, centre: jax.Array, radius: jax.Array) -> jax.Ar
 
 
 def principal_components(
-    signals: jax.Array, known: jax.Array, count: int
+    signals: jax.Array, has_signal: jax.Array, count: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the mean of signals, [D], and their first principal components, [count, D].
 
@@ -98,12 +98,12 @@ def principal_components(
 
     Args:
       signals: Array of shape [N, D].
-      known: Bool [N], the clients to use.
+      has_signal: Bool [N], the clients to use.
       count: Number of components.
     """
-    present = jnp.where(known[:, None], signals, 0.0)
-    mean = jnp.sum(present, 0) / jnp.maximum(jnp.sum(known.astype(signals.dtype)), 1.0)
-    centred = jnp.where(known[:, None], signals - mean[None], 0.0)
+    present = jnp.where(has_signal[:, None], signals, 0.0)
+    mean = jnp.sum(present, 0) / jnp.maximum(jnp.sum(has_signal.astype(signals.dtype)), 1.0)
+    centred = jnp.where(has_signal[:, None], signals - mean[None], 0.0)
     variances, vectors = jnp.linalg.eigh(jnp.matmul(centred, centred.T, precision="highest"))
     first = min(count, len(signals))
     variances, vectors = variances[::-1][:first], vectors[:, ::-1][:, :first]
@@ -115,10 +115,10 @@ def principal_components(
     return mean, jnp.pad(loadings, ((0, count - first), (0, 0)))
 
 
-def riesz_energy(points: jax.Array, known: jax.Array) -> jax.Array:
-    """Returns the sum of 1/distance² over pairs of known points [N, M]."""
+def riesz_energy(points: jax.Array, has_signal: jax.Array) -> jax.Array:
+    """Returns the sum of 1/distance² over pairs of rows of `points` [N, M] with a signal."""
     squares = jnp.sum(jnp.square(points[:, None] - points[None]), -1)
-    pairs = jnp.triu(known[:, None] & known[None], 1)
+    pairs = jnp.triu(has_signal[:, None] & has_signal[None], 1)
     return jnp.sum(jnp.where(pairs, 1 / jnp.maximum(squares, _LEAST_DISTANCE**2), 0.0))
 
 
@@ -128,19 +128,19 @@ def place(projection: Projection, signal: jax.Array) -> jax.Array:
     return simplex.project(scores / projection.scale, jnp.ones(scores.shape, bool))
 
 
-def make_projection(signals: jax.Array, known: jax.Array, endpoints: int) -> Projection:
-    """Returns the projection that spreads the known clients as far as possible.
+def make_projection(signals: jax.Array, has_signal: jax.Array, endpoints: int) -> Projection:
+    """Returns the projection that spreads the clients that have a signal as far as possible.
 
     Args:
       signals: Array of shape [N, D].
-      known: Bool [N], the clients to use.
+      has_signal: Bool [N], the clients to use.
       endpoints: M.
     """
-    mean, loadings = principal_components(signals, known, endpoints)
+    mean, loadings = principal_components(signals, has_signal, endpoints)
 
     def energy(scale: jax.Array) -> jax.Array:
         centres = jax.vmap(place, (None, 0))(Projection(mean, loadings, scale), signals)
-        return riesz_energy(centres, known)
+        return riesz_energy(centres, has_signal)
 
     scales = jnp.linspace(1e-4, 1.0, _SCALES)
     return Projection(mean, loadings, scales[jnp.argmin(jax.lax.map(energy, scales))])
@@ -232,7 +232,7 @@ def floco(
 
     def send(state: State, ctx: ClientContext) -> PyTree:
         centre, is_placed = centre_of(state, ctx.i)
-        client_radius = jnp.where(is_placed, jnp.asarray(radius, jnp.float32), _WHOLE)
+        client_radius = jnp.where(is_placed, jnp.asarray(radius, jnp.float32), _WHOLE_SIMPLEX)
         return {**state.server.variables, "centre": centre, "radius": client_radius}
 
     def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:

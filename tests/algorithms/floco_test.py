@@ -65,12 +65,12 @@ def test_points_are_uniform_in_the_simplex_and_stay_in_the_region():
         keys = jax.random.split(linear.KEY, 100_000)
         return np.asarray(jax.vmap(sample_point, (0, None, None))(keys, centre, radius))
 
-    whole = sample(jnp.full(M, 1 / M), jnp.float32(2.0))
+    simplex_points = sample(jnp.full(M, 1 / M), jnp.float32(2.0))
     # A uniform point has coordinates with mean 1/3 and variance 1/18.
-    np.testing.assert_allclose(whole.mean(0), 1 / 3, atol=0.0075)
-    np.testing.assert_allclose(whole.var(0), 1 / 18, atol=0.003)
+    np.testing.assert_allclose(simplex_points.mean(0), 1 / 3, atol=0.0075)
+    np.testing.assert_allclose(simplex_points.var(0), 1 / 18, atol=0.003)
     region = sample(CENTRE, RADIUS)
-    for points in (whole, region):
+    for points in (simplex_points, region):
         np.testing.assert_allclose(points.sum(1), 1, rtol=3e-6)
         assert points.min() >= -1e-7
     assert np.abs(region - CENTRE).sum(1).max() < RADIUS + 1e-6
@@ -78,20 +78,20 @@ def test_points_are_uniform_in_the_simplex_and_stay_in_the_region():
 
 
 def test_principal_components_against_singular_values():
-    signals, known = RNG.normal(size=(6, 20)), np.array([1, 1, 0, 1, 1, 1], bool)
+    signals, has_signal = RNG.normal(size=(6, 20)), np.array([1, 1, 0, 1, 1, 1], bool)
     signals[2] = np.nan
-    mean = signals[known].mean(0)
-    loadings = np.linalg.svd(signals[known] - mean, full_matrices=False)[2][:4]
+    mean = signals[has_signal].mean(0)
+    loadings = np.linalg.svd(signals[has_signal] - mean, full_matrices=False)[2][:4]
     loadings *= np.sign(loadings[np.arange(4), np.abs(loadings).argmax(1)])[:, None]
     expected = np.zeros((8, 20))  # five centred signals have rank 4
     expected[:4] = loadings
-    got = principal_components(jnp.float32(signals), jnp.asarray(known), 8)
+    got = principal_components(jnp.float32(signals), jnp.asarray(has_signal), 8)
     np.testing.assert_allclose(got[0], mean, rtol=4e-6, atol=4e-7)
     np.testing.assert_allclose(got[1], expected, rtol=4e-5, atol=4e-6)
 
 
 def test_clients_are_placed_at_the_scale_of_least_energy():
-    signals, known = RNG.normal(size=(5, 9)) * 0.2, np.array([1, 1, 1, 1, 0], bool)
+    signals, has_signal = RNG.normal(size=(5, 9)) * 0.2, np.array([1, 1, 1, 1, 0], bool)
     mean = signals[:4].mean(0)
     loadings = np.linalg.svd(signals[:4] - mean)[2][:M]
     loadings *= np.sign(loadings[np.arange(M), np.abs(loadings).argmax(1)])[:, None]
@@ -105,10 +105,12 @@ def test_clients_are_placed_at_the_scale_of_least_energy():
         np.stack([projected(row / scale) for row in scores]) for scale in np.linspace(1e-4, 1, 1000)
     ]
     best = min(candidates, key=energy)
-    projection = make_projection(jnp.float32(signals), jnp.asarray(known), M)
+    projection = make_projection(jnp.float32(signals), jnp.asarray(has_signal), M)
     centres = np.stack([place(projection, jnp.float32(row)) for row in signals])
     np.testing.assert_allclose(centres, best, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(riesz_energy(centres, jnp.asarray(known)), energy(best), rtol=1e-5)
+    np.testing.assert_allclose(
+        riesz_energy(centres, jnp.asarray(has_signal)), energy(best), rtol=1e-5
+    )
 
 
 def test_clients_that_trained_get_regions_after_the_first_rounds():
@@ -176,6 +178,6 @@ def test_phases_continue_the_endpoints_or_start_from_a_model():
     chex.assert_trees_all_equal(algorithm.init(jax.random.key(9), placed), state)
     started = algorithm.init(linear.KEY, State(deep(A, HEAD), (), ()))
     chex.assert_trees_all_equal(started.server.variables, deep(A, np.stack([HEAD] * M)))
-    other, _ = linear.make_classifier("floco", endpoints=2)
+    two_endpoints, _ = linear.make_classifier("floco", endpoints=2)
     with pytest.raises(UsageError, match="a phase can only start"):
-        other.init(linear.KEY, state)
+        two_endpoints.init(linear.KEY, state)

@@ -102,8 +102,8 @@ def test_without_descriptors_clients_train_as_with_fedavg():
     xs, ys = [X, X[1:] * 2], [Y, np.array([1, 1, 0])]
     algorithm, data = make(xs, ys)
     state = algorithm.init(linear.KEY)
-    silent = jax.tree.map(jnp.zeros_like, state.server.embedding)
-    state = state._replace(server=state.server._replace(embedding=silent))
+    zero_embedding = jax.tree.map(jnp.zeros_like, state.server.embedding)
+    state = state._replace(server=state.server._replace(embedding=zero_embedding))
     fedavg, _ = linear.make_classifier("fedavg", xs, ys)
     models = []
     for i in range(2):
@@ -122,10 +122,10 @@ def test_absent_clients_do_not_count():
     payload = algorithm.send(state._replace(clients=()), linear.context(data))
     upload = train_client(algorithm, payload, trees.row(state.clients, 0), data).upload
     broken = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), upload)
-    alone = linear.receive(algorithm, state, [4, 4], [upload, broken], [True, False])
-    both = linear.receive(algorithm, state, [4, 4], [upload, upload], [True, True])
-    chex.assert_trees_all_close(networks(alone), networks(both), rtol=1e-6, atol=1e-7)
-    assert not alone.rows.descriptor[1].any()
+    after_one = linear.receive(algorithm, state, [4, 4], [upload, broken], [True, False])
+    after_two = linear.receive(algorithm, state, [4, 4], [upload, upload], [True, True])
+    chex.assert_trees_all_close(networks(after_one), networks(after_two), rtol=1e-6, atol=1e-7)
+    assert not after_one.rows.descriptor[1].any()
 
 
 def test_the_gradient_is_clipped_over_both_networks():
