@@ -1,6 +1,7 @@
 """Programs whose examples and state are on the devices: all rounds of a call are one program."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -42,8 +43,13 @@ class DeviceProgram:
     def compile(self, state: State, t: int) -> None:
         """Compiles `run` and `evaluate` for states like this one; `t` is any round."""
         number = self._number(t)
-        self._run = self._run.lower(self.key, state, self.data, number, number).compile()
-        self._evaluate = self._evaluate.lower(self.key, state, self.data, number).compile()
+        programs = (
+            self._run.lower(self.key, state, self.data, number, number),
+            self._evaluate.lower(self.key, state, self.data, number),
+        )
+        # On a GPU the compiler times kernels, and two at a time would disturb each other.
+        with ThreadPoolExecutor(2 if jax.default_backend() == "cpu" else 1) as pool:
+            self._run, self._evaluate = pool.map(lambda program: program.compile(), programs)
 
     def run(self, state: State, t: int, n: int) -> tuple[State, tuple[Log, ...]]:
         """Runs rounds t to t + n - 1. Returns the state, and a log in NumPy for each group.
