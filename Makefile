@@ -58,6 +58,10 @@ $(VENV)/.docs: $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[docs]'
 	@touch $@
 
+$(VENV)/.loggers: $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[mlflow,wandb]'
+	@touch $@
+
 wheel: setup
 	.ci/wheel
 

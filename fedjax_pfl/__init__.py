@@ -68,6 +68,7 @@ from fedjax_pfl.core.algorithm import Algorithm, State
 from fedjax_pfl.core.local_training import local_sgd, local_training
 from fedjax_pfl.data import arrays, datasets
 from fedjax_pfl.data.partition import PartitionedData, partition
+from fedjax_pfl.report import loggers
 from fedjax_pfl.runs.runner import Result, run, run_all
 from fedjax_pfl.simulation.devices import prepare_devices
 from fedjax_pfl.simulation.saving import restore, save
@@ -119,6 +120,7 @@ __all__ = [
     "local",
     "local_sgd",
     "local_training",
+    "loggers",
     "moon",
     "networks",
     "partition",

@@ -7,7 +7,8 @@ import sys
 
 from fedjax_pfl.simulation.devices import cores
 
-SLOW = ("matplotlib", "orbax", "scipy", "sklearn", "tensorflow_datasets", "tensorboardX", "PIL")
+SLOW = ("matplotlib", "orbax", "scipy", "sklearn", "tensorflow_datasets", "PIL")
+SLOW += ("tensorboardX", "wandb", "mlflow")
 PROGRAM = f"""
 import json, sys
 import jax, jax.numpy

@@ -1,6 +1,5 @@
 """The command fedjax-pfl deploy."""
 
-import importlib.util
 import os
 import sys
 from functools import partial
@@ -11,8 +10,8 @@ from absl import flags
 from fedjax_pfl.cli.command import Call, Command, check_no_positional
 from fedjax_pfl.cli.configs import default_workdir, define_data_dir, read_settings
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.deploy import assembly
-from fedjax_pfl.report import run_reader
+from fedjax_pfl.deploy import assembly, flower_version
+from fedjax_pfl.report import loggers, run_reader
 
 HELP = """
 fedjax-pfl deploy --config=pfedla:digits --nodes=4
@@ -52,8 +51,7 @@ def deploy(call: Call) -> None:
     """Starts a Flower node per client, trains, stops the nodes, and prints scores and paths."""
     options = call.options
     check_no_positional(call)
-    if importlib.util.find_spec("flwr") is None:
-        raise UsageError("Flower is not there: install it, pip install 'fedjax_pfl[flower]'")
+    flower_version.check()
     from fedjax_pfl.deploy import trial
 
     config = read_settings(options, call.arguments)
@@ -65,6 +63,7 @@ def deploy(call: Call) -> None:
         raise UsageError(
             f"--data has {len(options.data)} files, and there are {options.nodes} nodes"
         )
+    loggers.from_setting(settings.log_to, "")
     workdir = Path(options.workdir or default_workdir("deploy", call.arguments)).absolute()
     folder = Path(options.folder or f"{workdir}-nodes").absolute()
     waiting = {"seconds": options.round_seconds, "min_answers": options.min_answers}

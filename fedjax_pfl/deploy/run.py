@@ -223,6 +223,7 @@ class _Run(NamedTuple):
                     f"responses {failed_attempts} times; check the nodes and run the same command "
                     "again"
                 )
+        sweep_run.close_loggers()
         rows = run_state.client_table(self.experiment, sweep_run.at)
         with sweep_run.writing():
             run_directory.write_clients(self.directory, rows)

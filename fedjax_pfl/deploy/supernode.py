@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.deploy import flower_version
 from fedjax_pfl.deploy.node_app import FOLDER
 
 _COMMANDS = "commands"
@@ -50,6 +51,7 @@ def main(arguments: Sequence[str]) -> None:
         # Flower accepts shortened flags.
         if len(flag) > 2 and any(name.startswith(flag) for name in _REFUSED):
             raise UsageError(f"{word} would let the server's code run on this node; leave it out")
+    flower_version.check()
     folder = Path(arguments[0]).expanduser().absolute()
     search_path = [
         str(write_commands(folder)),

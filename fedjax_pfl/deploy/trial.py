@@ -55,7 +55,7 @@ def run(
     os.chmod(folder, 0o700)
     with _locked(folder) as lock:
         authority, certificate, key = keys.ensure_certificates(folder)
-        ports = free_ports(nodes + 2)
+        ports = free_ports(nodes + 1)
         home = _write_flower_home(folder, authority, ports[0])
         guard.end_processes(home)  # Left over if a trial was killed together with its guard.
         log_path = folder / "run.log"
@@ -71,8 +71,7 @@ def run(
             processes.start(
                 "superlink",
                 *("flower-superlink", *tls, "--enable-supernode-auth", "--host", "127.0.0.1"),
-                *("--port", ports[0], "--control-api-address", f"127.0.0.1:{ports[1]}"),
-                *("--database", folder / "superlink.db"),
+                *("--port", ports[0], "--database", folder / "superlink.db"),
                 "--disable-runtime-dependency-installation",
             )
             processes.wait_for_port(ports[0], "superlink")
@@ -90,7 +89,7 @@ def run(
                     f"node-{i}",
                     *(sys.executable, "-m", "fedjax_pfl.deploy.supernode", node_paths[0]),
                     *("--superlink", f"127.0.0.1:{ports[0]}"),
-                    *("--root-certificates", authority, "--port", ports[2 + i]),
+                    *("--root-certificates", authority, "--port", ports[1 + i]),
                     *("--auth-supernode-private-key", folder / f"{NODE_PREFIX}{i}.key", *tls),
                 )
 

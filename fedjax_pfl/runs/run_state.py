@@ -16,7 +16,7 @@ from fedjax_pfl.algorithms import METHODS
 from fedjax_pfl.core import diagnostics
 from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.core.scores import Metric
-from fedjax_pfl.report import tensorboard
+from fedjax_pfl.report.loggers import Logger, from_setting
 from fedjax_pfl.runs import checkpoints, run_directory
 from fedjax_pfl.runs.build import Experiment
 from fedjax_pfl.simulation import ledger, metrics, stores
@@ -62,19 +62,31 @@ class SweepRun:
     last_checkpoint_seconds: float = 0.0  # estimates the time of the next checkpoint
     files: dict[int, list[str]] = dataclasses.field(default_factory=dict)
     reported: set[int] = dataclasses.field(default_factory=set)  # clients reported as not finite
+    loggers: list[Logger] = dataclasses.field(default_factory=list)  # of `log_to`
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context that turns a failure to write to the directory into a UsageError."""
         return run_directory.writing(self.directory, self.store and self.store.steps)
 
+    def close_loggers(self) -> None:
+        """Closes the logs of `log_to`."""
+        for logger in self.loggers:
+            logger.close()
+
 
 def sync_files(sweep_run: SweepRun) -> None:
-    """Removes later rounds than the current one from metrics.jsonl, and reads the observations."""
+    """Removes later rounds than the current one from metrics.jsonl and the logs of `log_to`.
+
+    Also reads the observations.
+    """
     if sweep_run.directory:
         with sweep_run.writing():
             run_directory.write_metrics(sweep_run.directory, list(sweep_run.at.metrics))
-            if sweep_run.settings.tensorboard:
-                tensorboard.write(sweep_run.directory, sweep_run.at.metrics)
+            sweep_run.close_loggers()
+            log_to = sweep_run.settings.log_to
+            sweep_run.loggers = from_setting(log_to, sweep_run.directory)
+            for logger in sweep_run.loggers if sweep_run.at.metrics else ():
+                logger(sweep_run.at.metrics[-1])
             sweep_run.observations = run_directory.read_observations(
                 sweep_run.directory, sweep_run.at.round
             )
@@ -94,8 +106,8 @@ def append_evaluation(
     if sweep_run.directory:
         with sweep_run.writing():
             run_directory.append_metrics(sweep_run.directory, line)
-            if sweep_run.settings.tensorboard:
-                tensorboard.append(sweep_run.directory, line)
+            for logger in sweep_run.loggers:
+                logger(line)
             run_directory.write_observations(sweep_run.directory, sweep_run.observations)
 
 

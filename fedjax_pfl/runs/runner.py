@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.core.errors import UsageError, first_line
-from fedjax_pfl.report import method_labels, tensorboard
+from fedjax_pfl.report import loggers, method_labels
 from fedjax_pfl.runs import checkpoints, progress, reference_runs, run_directory, sweep_settings
 from fedjax_pfl.runs.build import Experiment, build, example_facts, fixed_length_reason
 from fedjax_pfl.runs.interrupt import Stop, on_keyboard
@@ -112,8 +112,9 @@ def run_all(
     if not isinstance(config, ConfigDict):  # a ConfigDict holds all settings, also unselected ones
         selection.check_used(settings_dict, [settings], registry)
     selection.check_owners(components.get("dataset"), [settings])
-    if settings.tensorboard:
-        tensorboard.check()
+    if settings.log_to and workdir is None:
+        raise UsageError("log_to is for a run with a workdir, in which it writes; give a workdir")
+    loggers.from_setting(settings.log_to, workdir or "")
     configs = sweep_settings.expand(settings, registry)
     reference_runs.check_settings(settings, configs.values(), workdir, registry)
     results = run_configs(
@@ -187,6 +188,7 @@ def run_configs(
             sweep_run.directory = stack.enter_context(
                 run_directory.claim(directory, sweep_run.config, reason)
             )
+            stack.callback(sweep_run.close_loggers)
             with sweep_run.writing():
                 run_directory.write_examples(directory, facts)
                 run_directory.write_plans(directory, [phase.plan for phase in experiment.phases])

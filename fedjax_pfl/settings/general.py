@@ -298,7 +298,11 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
             "The report compares with them, and with runs of Local and FedAvg in neighbouring"
             " directories.",
         ),
-        "tensorboard": _machine(False, "Write an event file for TensorBoard."),
+        "log_to": _machine(
+            "",
+            "Copy the evaluations to tensorboard, wandb or mlflow, several separated by commas. "
+            "They write to the run directory.",
+        ),
     },
     "Several runs": {
         "seed": Setting(

@@ -96,7 +96,7 @@ def test_requests_of_the_server_have_no_data_settings():
     rows |= {"test_fraction", "validation_fraction", "validation_examples", "permute_labels"}
     assert rows | {"csv", "parquet", "images", "iid", "classes"} <= node_file.DATA_SETTINGS
     # Settings that may change when a run resumes are not sent.
-    local_settings = {"conv": "xla", "tensorboard": True, "devices": 3}
+    local_settings = {"conv": "xla", "log_to": "tensorboard", "devices": 3}
     assert assembly.node_settings({**ONE_CLIENT, **local_settings}) == SETTINGS
 
 

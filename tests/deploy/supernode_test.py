@@ -1,6 +1,7 @@
 """A node over Flower runs its installed code, never code from the server."""
 
 import importlib
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -68,6 +69,20 @@ def test_code_from_the_server_is_neither_installed_nor_loaded(local_client, tmp_
     monkeypatch.delattr(flowers, "install_from_fab")
     with pytest.raises(RuntimeError, match="has no install_from_fab"):
         local_client.replace_foreign_code(tmp_path)
+
+
+@pytest.mark.parametrize("version", ["1.41.0", "1.43.0", "1.420.0", None])
+def test_another_version_of_flower_is_refused(version, tmp_path, monkeypatch):
+    def installed(name):
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(supernode.flower_version.metadata, "version", installed)
+    problem = "not installed" if version is None else f"{version} is installed, and only 1.42"
+    with pytest.raises(UsageError, match=rf"^Flower .*{problem}.*; run pip install 'flwr==1.42"):
+        supernode.main([str(tmp_path)])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_sent_client_app_does_not_run():

@@ -358,7 +358,7 @@ def test_preset_has_the_chosen_settings():
             "devices": 7,
             "chunk": 2,
             "conv": "xla",
-            "tensorboard": True,
+            "log_to": "tensorboard",
             "checkpoint_every": 3,
             "dataset": "synthetic",
             "synthetic": {"shape": (3, 3, 1)},

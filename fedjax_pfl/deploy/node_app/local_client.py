@@ -43,7 +43,7 @@ def replace_foreign_code(folder: Path) -> Any:
     module: Any = importlib.import_module("flwr.supernode.runtime.run_clientapp")
     for name in _SERVER_CODE_FUNCTIONS:
         if not hasattr(module, name):
-            raise RuntimeError(f"this version of Flower has no {name}: install flwr==1.41")
+            raise RuntimeError(f"this version of Flower has no {name}: install flwr==1.42.*")
     local_app = client_app(folder)
     module.install_from_fab = lambda *_, **__: None
     module.install_app_dependencies = lambda *_, **__: None
