@@ -1,10 +1,11 @@
-"""Figure of a confusion matrix, and the classes with the lowest recall."""
+"""Figure of confusion matrices, and the classes with the lowest recall."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 
 from fedjax_pfl.report import drawing
@@ -17,23 +18,47 @@ _COLOUR_MAP = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))
 
 
 def draw(confusion: Mapping[str, Any], names: Sequence[str] = ()) -> Picture | None:
-    """Draws a confusion matrix: shares of each class's test examples (row) by predicted class.
+    """Draws confusion matrices: shares of each class's test examples (row) by predicted class.
 
-    Predictions are those before local training, summed over clients; each row sums to 1. Returns
-    None if no test examples were counted.
+    One matrix is of predictions before local training and, if counted, one of those after it. Both
+    are summed over clients; each row sums to 1. Returns None if no test examples were counted.
 
     Args:
-      confusion: Content of confusion.json; "before" has counts [C, C] by class and prediction.
+      confusion: Content of confusion.json; "before" and "after" have counts [C, C] by class and
+        prediction.
       names: Names of the classes. Default: their numbers.
     """
-    if not confusion.get("before") or not np.any(confusion["before"]):
+    matrices = {
+        stage: np.array(confusion[stage], np.float64)
+        for stage in ("before", "after")
+        if confusion.get(stage) and np.any(confusion[stage])
+    }
+    if "before" not in matrices:
         return None
-    matrix = np.array(confusion["before"], np.float64)
-    classes, totals = len(matrix), matrix.sum(1)
+    classes, totals = len(matrices["before"]), matrices["before"].sum(1)
     names = _names(classes, names)
-    shares = matrix / np.where(totals > 0, totals, np.nan)[:, None]
     size = float(np.clip(1.9 + 0.34 * classes, 3.6, 7.0))
-    figure, axes = drawing.new_axes("Predictions of each class", height=size)
+    height = size * len(matrices)
+    figure = drawing.new_figure("Predictions of each class", drawing.WIDTH, height)
+    panels = figure.subplots(len(matrices), 1, squeeze=False)[:, 0]
+    for axes, (stage, matrix) in zip(panels, matrices.items(), strict=True):
+        _draw_matrix(drawing.style_axes(axes), matrix, names)
+        if len(matrices) > 1:
+            axes.set_title(f"{stage} local training", fontsize=10, color=drawing.INK)
+    caption = (
+        "Share, in per cent, of the test examples of each class by predicted class, over all "
+        f"clients, {' and '.join(matrices)} local training. The diagonal is the recall of the "
+        "class."
+    )
+    if unseen := int(np.sum(totals == 0)):
+        caption += f" Classes without test examples: {unseen}."
+    return Picture(figure, caption, f"Confusion matrix. {sentence(confusion, names)}")
+
+
+def _draw_matrix(axes: Axes, matrix: np.ndarray, names: Sequence[str]) -> None:
+    """Draws a confusion matrix of counts [C, C], each row divided by its sum."""
+    classes, totals = len(matrix), matrix.sum(1)
+    shares = matrix / np.where(totals > 0, totals, np.nan)[:, None]
     axes.grid(visible=False)
     axes.imshow(
         np.ma.masked_where(~(shares > 0), shares),
@@ -58,13 +83,6 @@ def draw(confusion: Mapping[str, Any], names: Sequence[str] = ()) -> Picture | N
     axes.set_ylabel("class: recall" if classes <= _MAX_NAMED else "class")
     axes.tick_params(length=0)
     axes.set_xlabel("predicted class")
-    caption = (
-        "Share, in per cent, of the test examples of each class by predicted class, over all "
-        "clients, before local training. The diagonal is the recall of the class."
-    )
-    if unseen := int(np.sum(totals == 0)):
-        caption += f" Classes without test examples: {unseen}."
-    return Picture(figure, caption, f"Confusion matrix. {sentence(confusion, names)}")
 
 
 def sentence(confusion: Mapping[str, Any], names: Sequence[str] = ()) -> str:
