@@ -17,7 +17,7 @@ help:
 	@echo "make lint    check style, format and types"
 	@echo "make demo    train on the embedded digits; print the results and where the report is"
 	@echo "make docs    build the documents into site/; warnings are errors"
-	@echo "make wheel   build the wheel, install it beside nothing else, and use it from another folder"
+	@echo "make wheel   build and check the packages, and use the wheel from an empty folder"
 	@echo "make clean   remove caches and built packages; $(VENV) and runs/ stay"
 	@echo "PYTHON=python3.12 chooses the interpreter (3.11 to 3.13) that makes $(VENV)."
 
@@ -62,8 +62,13 @@ $(VENV)/.loggers: $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[mlflow,wandb]'
 	@touch $@
 
-wheel: setup
+# The first call installs what builds and checks the packages.
+wheel: $(VENV)/.release
 	.ci/wheel
+
+$(VENV)/.release: $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[release]'
+	@touch $@
 
 clean:
 	rm -rf .venv-newest build dist site *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -210,9 +210,8 @@ class _Run(NamedTuple):
     def run_to_end(self, server_state: ServerState) -> RunResult:
         """Runs all rounds that are left, and writes the results."""
         self.truncate_wire_file(self.sweep_run.at.round)
-        sweep_run, end = self.sweep_run, self.experiment.phases[0].end
+        sweep_run, end, failed_attempts = self.sweep_run, self.experiment.phases[0].end, 0
         run_state.sync_files(sweep_run)
-        failed_attempts = 0
         while sweep_run.at.round < end:
             round_before = sweep_run.at.round
             server_state = self.run_round(server_state)
