@@ -120,6 +120,7 @@ def _latex_table(table: Table) -> str:
         r"\begin{table}",
         r"\centering",
         rf"\caption{{{_escaped(table.caption)}}}",
+        r"\footnotesize\setlength{\tabcolsep}{3pt}",  # eight columns fit the width of an article
         rf"\begin{{tabular}}{{l{'r' * len(table.heads)}}}",
         r"\toprule",
         line("", *table.heads),

@@ -20,6 +20,7 @@ def test_latex():
         == r"""\begin{table}
 \centering
 \caption{Accuracy in \%}
+\footnotesize\setlength{\tabcolsep}{3pt}
 \begin{tabular}{lrrr}
 \toprule
  & before & MB & rounds \\
