@@ -125,7 +125,8 @@ def rival_results(side: Side, runs: Sequence[Run]) -> Iterator[dict[str, np.ndar
 def compare_parameters(side: Side, name: str) -> Any:
     """Returns the verdict on a method of a library, by parameters."""
     work = reference_work.work(METHODS[name].norm, METHODS[name].examples)
-    run = Run(name, work, {"rounds": reference_work.ROUNDS, "rate": reference_work.RATE})
+    inputs = {**work, **reference_work.added_parameters(name, work)}
+    run = Run(name, inputs, {"rounds": reference_work.ROUNDS, "rate": reference_work.RATE})
     try:
         (rival,) = rival_results(side, [run])
     except Gone as reason:
@@ -143,7 +144,7 @@ def rival_accuracies(
     remaining = list(names)
     while remaining:
         runs = [
-            Run(name, scored.work(METHODS[name].norm, seed), {**options, "seed": seed})
+            Run(name, scored.inputs(name, seed), {**options, "seed": seed})
             for name in remaining
             for seed in range(seeds)
         ]

@@ -4,7 +4,7 @@ Rounds of its servers run unchanged from the user's checkout; evaluation is off 
 The adapter records the parameters after each round. With a seed it records, in one more round, each
 client's test accuracy by FL-bench's count before and after its training. It replaces the dataset,
 the network, and Hydra's facts about the run. Needs the packages of `rival_fl_bench.py`, and cvxpy
-for FedPAC.
+for FedPAC, and faiss-cpu for kNN-Per.
 """
 
 from collections.abc import Callable
@@ -32,6 +32,9 @@ _SERVERS = {
     "feddyn": ("feddyn", "FedDynServer"),
     "fedpac": ("fedpac", "FedPACServer"),
     "fedas": ("fedas", "FedASServer"),
+    "moon": ("moon", "MOONServer"),
+    "fedlc": ("fedlc", "FedLCServer"),
+    "knn_per": ("knnper", "kNNPerServer"),
 }
 
 

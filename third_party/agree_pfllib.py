@@ -3,8 +3,9 @@
 The server's own `train` runs unchanged from the user's checkout. It evaluates after it has sent
 models to clients; there the adapter records the parameters of server and clients instead. With a
 seed it records, at the last evaluation, each client's test accuracy by PFLlib's count, and again
-after the training that follows. Saving is left out. Needs torch, torchvision, h5py, scikit-learn,
-matplotlib, and cvxpy for FedPAC.
+after the training that follows. Saving is left out, and so
+is the Gumbel noise of FedCP, whose first context is that of the initial head. Needs torch,
+torchvision, h5py, scikit-learn, matplotlib, and cvxpy for FedPAC.
 """
 
 import contextlib
@@ -38,6 +39,11 @@ _SERVERS = {
     "fedpac": "serverpac.FedPAC",
     "fedas": "serveras.FedAS",
     "fedproto": "serverproto.FedProto",
+    "moon": "servermoon.MOON",
+    "fedlc": "serverlc.FedLC",
+    "gpfl": "servergpfl.GPFL",
+    "fedcp": "servercp.FedCP",
+    "feddbe": "serverdbe.FedDBE",
 }
 
 
@@ -95,7 +101,15 @@ def make_run(spec: child.Spec) -> Callable[[], None]:
         **spec["settings"],
     }
     server_class = getattr(importlib.import_module(f"flcore.servers.{module}"), name)
+    if method == "fedcp":
+        torch.nn.functional.gumbel_softmax = lambda x, dim, **_: torch.softmax(x, dim)
     server = server_class(Namespace(**options), 0)
+    for client in server.clients:
+        state.set_added_parameters(method, client, work)
+        if method == "gpfl":
+            client.GCE_frozen = copy.deepcopy(client.GCE)
+        if method == "fedcp":
+            client.set_head_g(client.model.head_g)
     record, scores = state.Record(spec["out"]), state.Scores(spec["out"], clients)
 
     def client_parameters(client: Any) -> dict[str, Any]:
@@ -104,7 +118,14 @@ def make_run(spec: child.Spec) -> Callable[[], None]:
             return {}
         if method == "scaffold":
             return state.control_variates(start, client.client_c)
-        parameters = state.parameters_of(getattr(client, "model_per", client.model))
+        model = client.model.model if method == "fedcp" else client.model
+        parameters = state.parameters_of(getattr(client, "model_per", model))
+        parameters |= state.added_parameters(method, client)
+        if method == "fedcp":  # its head is the personal one
+            head = {n: parameters.pop(n) for n in list(parameters) if n.startswith(state.HEAD)}
+            parameters |= {f"own.{name}": value for name, value in head.items()}
+        if method == "feddbe":
+            parameters["own.bias"] = client.client_mean.detach().numpy().copy()
         if method == "fedrod":
             head = state.parameters_of(client.head)
             parameters |= {f"own.{name}": value for name, value in head.items()}
@@ -147,6 +168,10 @@ def make_run(spec: child.Spec) -> Callable[[], None]:
         shared = state.parameters_of(model) if is_shared else {}
         if method == "scaffold":
             shared |= state.control_variates(start, server.global_c)
+        if added := state.added_parameters(method, server.clients[0]):  # all have the server's
+            shared = added | state.parameters_of(server.clients[0].model.base)
+        if method == "fedcp":
+            shared |= state.parameters_of(server.clients[0].model.head_g)
         record.add(shared, {client.id: client_parameters(client) for client in server.clients})
 
     by_score = "seed" in spec

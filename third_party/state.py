@@ -6,6 +6,7 @@ shapes. The work is an .npz file, see `experiments.libraries.reference_work.work
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,46 @@ def control_variates(start: Mapping[str, Any], values: Any) -> dict[str, np.ndar
         f"control.{name}": value.detach().cpu().numpy().copy()
         for name, value in zip(names, values, strict=True)
     }
+
+
+# Layers of PFLlib's clients that are no part of the network, and their names here, by method.
+_ADDED_LAYERS: dict[str, dict[str, str]] = {
+    "gpfl": {
+        "CoV.Conditional_gamma.0": "valve.gamma_linear",
+        "CoV.Conditional_gamma.2": "valve.gamma_norm",
+        "CoV.Conditional_beta.0": "valve.beta_linear",
+        "CoV.Conditional_beta.2": "valve.beta_norm",
+        "GCE.embedding": "categories",
+    },
+    # Its first half of outputs is for the personal head, ours for the global one.
+    "fedcp": {"model.gate.cs.fc.0": "policy.linear", "model.gate.cs.fc.1": "policy.norm"},
+}
+
+
+def added_tensors(method: str, client: Any) -> dict[str, torch.Tensor]:
+    """Returns parameters of a PFLlib client that are no part of the network, by name."""
+    tensors = {}
+    for path, layer in _ADDED_LAYERS.get(method, {}).items():
+        for leaf, parameter in attrgetter(path)(client).named_parameters():
+            tensors[layer if layer == "categories" else f"{layer}.{leaf}"] = parameter.detach()
+    return tensors
+
+
+def _reorder(name: str, array: np.ndarray) -> np.ndarray:
+    """Returns parameters of FedCP's policy with the two halves exchanged, and others unchanged."""
+    return np.roll(array, len(array) // 2, 0) if name.startswith("policy") else array
+
+
+def added_parameters(method: str, client: Any) -> dict[str, np.ndarray]:
+    """Returns copies of `added_tensors` as arrays."""
+    tensors = added_tensors(method, client)
+    return {name: _reorder(name, value.numpy().copy()) for name, value in tensors.items()}
+
+
+def set_added_parameters(method: str, client: Any, work: Mapping[str, Any]) -> None:
+    """Sets a PFLlib client's `added_tensors` to the initial values of the work."""
+    for name, tensor in added_tensors(method, client).items():
+        tensor.copy_(torch.from_numpy(_reorder(name, work[f"added/{name}"])))
 
 
 class Scores:

@@ -27,6 +27,7 @@ class Method(NamedTuple):
     fl_bench: Rival | None = None
     norm: bool = False  # the network has BatchNorm
     examples: int = 30  # per client, all in one batch
+    first_rounds: int = 0  # rounds of ours that a rival does before its first
 
 
 _PFLLIB_PFEDME = (
@@ -100,6 +101,14 @@ _FL_BENCH_SERVES_THE_START = (
 _FL_BENCH_SERVES_THE_MEAN_HEAD = (
     "client/fedas.py evaluates the mean head on an aligned body. In the paper and here it is "
     "the client's own head"
+)
+_PFLLIB_FEDLC = (
+    "serverlc.py calibrates with the numbers of examples of all clients together, in the paper "
+    "each client with its own"
+)
+_PFLLIB_GPFL = (
+    "clientgpfl.py takes the norm of a whole batch in the λ term. Conditions are 0 in the first "
+    "round, later computed from the client's C_i before the average, and p_i is a sum over classes"
 )
 _AS_PARAMETERS = "its parameters differ, for the reason given above"
 METHODS = {
@@ -176,4 +185,24 @@ METHODS = {
         examples=16,  # the number that FL-bench aligns with
     ),
     "fedproto": Method({"penalty": 1.0}, Rival({"lamda": 1.0}, why=_PFLLIB_FEDPROTO)),
+    "moon": Method(
+        {"mu": 1.0, "temperature": 0.5},
+        Rival({"mu": 1.0, "tau": 0.5}),
+        Rival({"mu": 1.0, "tau": 0.5}),
+    ),
+    "fedlc": Method({"tau": 1.0}, Rival({"tau": 1.0}, why=_PFLLIB_FEDLC), Rival({"tau": 1.0})),
+    "gpfl": Method(
+        {"penalty": 0.01, "decay": 0.1}, Rival({"lamda": 0.01, "mu": 0.1}, why=_PFLLIB_GPFL)
+    ),
+    "fedcp": Method({"penalty": 5.0}, Rival({"lamda": 5.0})),
+    "feddbe": Method(
+        {"penalty": 1.0, "mean_momentum": 1.0},
+        Rival({"kl_weight": 1.0, "momentum": 1.0}),
+        first_rounds=1,
+    ),
+    "knn_per": Method(
+        {"neighbours": 5, "weight": 0.5, "scale": 1.0},
+        None,
+        Rival({"k": 5, "weight": 0.5, "scale": 1.0, "capacity": 500}),
+    ),
 }

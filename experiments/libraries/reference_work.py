@@ -66,9 +66,23 @@ def to_pytorch(params: Any) -> Arrays:
     """Returns parameters by PyTorch's names and in its shapes."""
     arrays: Arrays = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        layer, name = (str(entry.key) for entry in path)
-        arrays[f"{layer}.{_PYTORCH_NAMES[name]}"] = np.asarray(leaf).T if name == "kernel" else leaf
+        *layers, name = (str(entry.key) for entry in path)
+        full_name = ".".join([*layers, _PYTORCH_NAMES.get(name, name)])
+        arrays[full_name] = np.asarray(leaf).T if name == "kernel" else leaf
     return arrays
+
+
+def added_parameters(name: str, arrays: Mapping[str, np.ndarray]) -> Arrays:
+    """Returns initial parameters of a method besides those of the network, as added/NAME."""
+    training = local_training.sgd(learning_rate=RATE, batch_size=1, epochs=EPOCHS)
+    _, initialised, _, _ = make_method(name, arrays, training)
+    server = initialised.init(jax.random.key(KEY)).server
+    params = server.get("params", {}) if isinstance(server, dict) else {}
+    return {
+        f"added/{n}": np.asarray(value)
+        for n, value in to_pytorch(params).items()
+        if f"start/{n}" not in arrays
+    }
 
 
 def params(arrays: Mapping[str, np.ndarray]) -> Any:
@@ -113,13 +127,15 @@ def rounds(name: str, arrays: Mapping[str, np.ndarray]) -> Arrays:
     results: Arrays = {}
     key = jax.random.key(KEY)
     state = compiled_rounds.init(key)
-    for t in range(ROUNDS + 1):
-        host_state = jax.device_get(state)
-        results |= {
-            f"{t}/{part}": value
-            for part, value in _parameters(name, algorithm, host_state, data).items()
-        }
-        if t < ROUNDS:
+    first, last = METHODS[name].first_rounds, METHODS[name].first_rounds + ROUNDS
+    for t in range(last + 1):
+        if t >= first:
+            host_state = jax.device_get(state)
+            results |= {
+                f"{t - first}/{part}": value
+                for part, value in _parameters(name, algorithm, host_state, data).items()
+            }
+        if t < last:
             state, _ = compiled_rounds.run(
                 key, compiled_rounds.place(state), data, jnp.int32(t), jnp.int32(1)
             )
@@ -135,7 +151,9 @@ def make_method(
     algorithm = getattr(algorithms, name)(Net(method.norm), training, federation, **method.settings)
     variables = dict(Net(method.norm).init(jax.random.key(KEY), federation.examples()))
     start = State({**variables, "params": params(arrays)}, (), ())
-    initialised = algorithm._replace(init=lambda key, _=None: algorithm.init(key, start))
+    initialised = algorithm._replace(
+        init=lambda _key, _=None: algorithm.init(jax.random.key(KEY), start)
+    )
     return algorithm, initialised, data, federation
 
 
@@ -169,4 +187,10 @@ def _client_trees(
         jnp.int32(i), client_data(data, jnp.int32(i)), jnp.int32(0), jax.random.key(KEY)
     )
     server_state = state._replace(clients=())
-    return {"": jax.jit(algorithm.personalize)(server_state, client, ctx)["params"]}
+    served = jax.jit(algorithm.personalize)(server_state, client, ctx)
+    client_trees = {"": served["params"]}
+    if name == "fedcp":
+        client_trees["own."] = served["personal_head"]["params"]
+    if name == "feddbe":
+        client_trees["own."] = {"bias": served["feature_bias"]}
+    return client_trees

@@ -33,6 +33,7 @@ class Rival(NamedTuple):
 
 
 _FEDAVG = ("lenet-10", "lenet-100", "lenet-1000", "mlp")
+_PFEDLA = ("pfedla", "pfedla-100", "pfedla-500", "pfedla-1000")
 TORCH = Rival(
     name="PyTorch loop",
     script="torch_loop.py",
@@ -53,7 +54,7 @@ RIVALS = {
         script="rival_fl_bench.py",
         repository="KarhouTam/FL-bench",
         known_file="src/server/pfedla.py",
-        items=(*_FEDAVG, "pfedla", "simulation"),
+        items=(*_FEDAVG, *_PFEDLA, "simulation"),
     ),
     "pfllib": Rival(
         name="PFLlib",

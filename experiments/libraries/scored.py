@@ -53,6 +53,12 @@ def work(norm: bool, seed: int) -> Arrays:
     return arrays | {f"start/{n}": np.asarray(v) for n, v in initial.items()}
 
 
+def inputs(name: str, seed: int) -> Arrays:
+    """Returns the work of a method for a rival, with all initial parameters of the method."""
+    arrays = work(METHODS[name].norm, seed)
+    return {**arrays, **reference_work.added_parameters(name, arrays)}
+
+
 def rounds(name: str, norm: bool, seeds: Sequence[int], count: int) -> Accuracies:
     """Returns our accuracy for each seed, before and after local training."""
     training = local_training.sgd(learning_rate=RATE, batch_size=BATCH, epochs=EPOCHS)

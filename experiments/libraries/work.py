@@ -71,6 +71,22 @@ WORKS = {
         "pFedLA on LeNet, a round of 10 clients x 20 steps x 32",
         algorithm="pfedla",
     ),
+    "pfedla-100": Work(
+        "pFedLA on LeNet, a round of 100 clients x 20 steps x 32",
+        clients=100,
+        cohort=100,
+        examples=64,
+        epochs=10,
+        algorithm="pfedla",
+    ),
+    "pfedla-500": Work(
+        "pFedLA on LeNet, a round of 500 clients x 20 steps x 32",
+        clients=500,
+        cohort=500,
+        examples=64,
+        epochs=10,
+        algorithm="pfedla",
+    ),
     "pfedla-1000": Work(
         "pFedLA on LeNet, a round of 1,000 clients x 20 steps x 32",
         clients=1000,
