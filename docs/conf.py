@@ -99,6 +99,7 @@ NAVIGATION = """
 :hidden:
 Start here <self>
 your_data
+recipes
 your_model
 your_method
 contract

@@ -14,6 +14,8 @@ import numpy as np
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import (
+    activities,
+    archives,
     embedded,
     image_folder,
     leaf,
@@ -31,10 +33,14 @@ SOURCES: dict[str, Source] = {
     **embedded.SOURCES,
     **tfds_images.SOURCES,
     **table_sources.SOURCES,
+    "digit5": archives.digit5,
     "femnist": leaf.femnist,
+    "har": activities.har,
     "images": image_folder.images,
     "leaf": leaf.leaf,
     "npy": mapped.npy,
+    "npz": archives.npz,
+    "pamap2": activities.pamap2,
     "text": text.text,
 }
 
