@@ -77,6 +77,7 @@ GRIDS = {
     "floco": "floco.place_after=2,10; floco.radius=.1,.5",
     "flute": "flute.collapse=.05,.25; flute.head_epochs=0,9",
     "gpfl": "gpfl.penalty=.0001,.01; gpfl.decay=0,.01,.1",
+    "ifca": "ifca.clusters=2,3; ifca.cluster_layers=unset,1",
     "knn_per": "knn_per.neighbours=5,10; knn_per.weight=.25,.5,.75",
     "l2gd": "l2gd.pull=.2,.5,.8",
     "moon": "moon.mu=.1,1,5",

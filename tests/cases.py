@@ -22,6 +22,7 @@ from tests.conditions import (
     Condition,
     all_of,
     alpha_moves,
+    chosen,
     client_layers,
     mean_of_clients,
     mixed,
@@ -254,6 +255,12 @@ CASES = {
         {"mean_below": 10.0, "longest_above": 0.01, "max_clusters": 4},
         split,
         _without(0),
+    ),
+    # All models down; one model and a number up.
+    "ifca": Case(
+        {"clusters": 6, "cluster_layers": 1},
+        chosen,
+        lambda model: (model + 5 * 4 * _HEAD, model + 4),
     ),
     "fedavg_plus": Case({"rate": 0.05}, moved, _without(0)),
     "fedem": Case({"components": 2}, moved_and(mixed), lambda model: (2 * model, 2 * model)),

@@ -68,6 +68,13 @@ def split(first: State, last: State) -> bool:
     return set(last.rows.tolist()) == set(range(used)) and used > 1 and params_differ(*models)
 
 
+def chosen(first: State, last: State) -> bool:
+    """Requires that clients have chosen two clusters or more, and that the shared layers moved."""
+    pairs = [[trees.row(state.server.clusters, c) for state in (first, last)] for c in range(6)]
+    changed = [params_differ(*pair) for pair in pairs]
+    return sum(changed) >= 2 and moved(first.server.shared, last.server.shared)
+
+
 def mixed(last: State) -> bool:
     """Requires different components, and different weights of them at the clients."""
     components = (trees.row(last.server, m) for m in (0, 1))

@@ -37,6 +37,7 @@ from fedjax_pfl.algorithms.fedrod import FEDROD, fedrod
 from fedjax_pfl.algorithms.floco import FLOCO, floco
 from fedjax_pfl.algorithms.flute import FLUTE, flute
 from fedjax_pfl.algorithms.gpfl import GPFL, gpfl
+from fedjax_pfl.algorithms.ifca import IFCA, ifca
 from fedjax_pfl.algorithms.knn_per import KNN_PER, knn_per
 from fedjax_pfl.algorithms.l2gd import L2GD, l2gd
 from fedjax_pfl.algorithms.lg_fedavg import LG_FEDAVG, lg_fedavg
@@ -85,6 +86,7 @@ METHODS: dict[str, Method] = {
         FLOCO,
         FLUTE,
         GPFL,
+        IFCA,
         KNN_PER,
         L2GD,
         LG_FEDAVG,
@@ -136,6 +138,7 @@ __all__ = [
     "floco",
     "flute",
     "gpfl",
+    "ifca",
     "knn_per",
     "l2gd",
     "lg_fedavg",

@@ -58,6 +58,7 @@ def test_fedrep_continues_fedper_without_its_momentum():
     [
         ("fedbn", "fedper", "global model of the same network"),
         ("fedem", "fedavg", "copies"),
+        ("ifca", "fedavg", "copies"),
         ("factorized_fl", "fedavg", "same settings"),
         ("pfedhn", "fedavg", "can only start from one of the same"),
     ],

@@ -70,6 +70,8 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("flute", {"head_epochs": -1}, "at least 0"),
     ("gpfl", {"penalty": -1.0}, "at least 0"),
     ("gpfl", {"decay": -1.0}, "at least 0"),
+    ("ifca", {"clusters": 0}, "at least 1"),
+    ("ifca", {"cluster_layers": 3}, "choose 1 to 2"),
     ("fedmn", {"layout": (3,)}, "two layers or more"),
     ("fedmn", {"layout": (2, 0, 2)}, "each with a block"),
     ("fedmn", {"gates": "open"}, "soft or hard"),
