@@ -133,6 +133,7 @@ fidelity/*
 tuning
 leaderboard
 agreement
+compared
 tables
 Our results <results/README>
 results/pfedla

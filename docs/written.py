@@ -2,8 +2,8 @@
 
 A page holds <!-- begin MARK ARGUMENT ... -->, the generated text, and <!-- end -->. The marks are
 docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., listing KIND,
-tables, speed FILE, libraries FILE, accuracies FILE, leaderboard COLUMN, stress, summary,
-cells TABLE COLUMN,... ROW ....
+tables, speed FILE, libraries FILE, accuracies FILE, memory FILE, agreed FILE,
+leaderboard COLUMN, stress, summary, cells TABLE COLUMN,... ROW ....
 
 A name that does not exist in the code is an error. A test checks that pages are up to date.
 """
@@ -165,6 +165,26 @@ def libraries(name: str) -> str:
     return _with_reasons(agree.table(record["methods"]), note, agree.reasons(record["methods"]))
 
 
+def memory(name: str) -> str:
+    """Returns peak memory by number of clients: `experiments.many_clients`."""
+    record, counts = _load(name), (100, 1000, 10_000)
+    labels = {"this library": "fedavg", "PFLlib": "PFLlib, fedavg", "FL-bench": "FL-bench, fedavg"}
+    rows = []
+    for label, key in labels.items():
+        peaks = {row["clients"]: row["peak"] / 2**30 for row in record[key] if row["ok"]}
+        rows.append([label, *(f"{peaks[n]:.2f}" if n in peaks else "" for n in counts)])
+    return _text_table([f"{n:,} clients" for n in counts], rows)
+
+
+def agreed(name: str) -> str:
+    """Returns how many methods have the same parameters as in other libraries."""
+    rows = []
+    for key, methods in _load(name)["methods"].items():
+        same = sum(result["verdict"] == "same" for result in methods.values())
+        rows.append([rivals.NAMES[key], str(len(methods)), str(same)])
+    return _text_table(["methods compared", "same parameters"], rows)
+
+
 def accuracies(name: str) -> str:
     """Returns accuracies before local training: `experiments.agree --rounds`."""
     record, stages = _load(name), ("before",)
@@ -221,6 +241,8 @@ MARKS: dict[str, Callable[..., str]] = {
     "speed": speed,
     "libraries": libraries,
     "accuracies": accuracies,
+    "memory": memory,
+    "agreed": agreed,
     "leaderboard": leaderboard,
     "stress": stress,
     "summary": summary,
