@@ -189,6 +189,29 @@ CASES = {
         ),
         lambda model: (_PROTOTYPES + 3, _PROTOTYPES + 12),
     ),
+    "fedtgp": Case(
+        {"rate": 0.1, "epochs": 2},
+        all_of(
+            lambda first, last: moved(first.server["generator"], last.server["generator"]),
+            lambda _, last: bool(last.server["seen"].all()),
+            _matters("fedtgp", "penalty", 0.0, 1.0, result=1),
+        ),
+        lambda model: (_PROTOTYPES + 3, _PROTOTYPES + 12),
+    ),
+    "fedgh": Case(
+        {"rate": 0.1},
+        moved,
+        lambda model: (4 * _HEAD, _PROTOTYPES + 12),
+    ),
+    "fml": Case(
+        {"alpha": 0.6, "beta": 0.7},
+        all_of(
+            moved,
+            _matters("fml", "alpha", 0.6, 0.9, result=1),
+            _matters("fml", "beta", 0.7, 0.9),
+        ),
+        lambda model: (model, model),
+    ),
     "fedas": Case(
         {"align_rate": 0.05},
         all_of(

@@ -25,6 +25,7 @@ from fedjax_pfl.algorithms.feddbe import FEDDBE, feddbe
 from fedjax_pfl.algorithms.feddyn import FEDDYN, feddyn
 from fedjax_pfl.algorithms.fedem import FEDEM, fedem
 from fedjax_pfl.algorithms.fedfomo.method import FEDFOMO, fedfomo
+from fedjax_pfl.algorithms.fedgh import FEDGH, fedgh
 from fedjax_pfl.algorithms.fedlc import FEDLC, fedlc
 from fedjax_pfl.algorithms.fedmn.correlation_variant import FEDMN_CORRELATION, fedmn_correlation
 from fedjax_pfl.algorithms.fedmn.method import FEDMN, fedmn
@@ -34,8 +35,10 @@ from fedjax_pfl.algorithms.fedproto import FEDPROTO, fedproto
 from fedjax_pfl.algorithms.fedprox import FEDPROX, fedprox
 from fedjax_pfl.algorithms.fedrep import FEDREP, fedrep
 from fedjax_pfl.algorithms.fedrod import FEDROD, fedrod
+from fedjax_pfl.algorithms.fedtgp import FEDTGP, fedtgp
 from fedjax_pfl.algorithms.floco import FLOCO, floco
 from fedjax_pfl.algorithms.flute import FLUTE, flute
+from fedjax_pfl.algorithms.fml import FML, fml
 from fedjax_pfl.algorithms.gpfl import GPFL, gpfl
 from fedjax_pfl.algorithms.ifca import IFCA, ifca
 from fedjax_pfl.algorithms.knn_per import KNN_PER, knn_per
@@ -74,6 +77,7 @@ METHODS: dict[str, Method] = {
         FEDDYN,
         FEDEM,
         FEDFOMO,
+        FEDGH,
         FEDLC,
         FEDMN,
         FEDMN_CORRELATION,
@@ -83,8 +87,10 @@ METHODS: dict[str, Method] = {
         FEDPROX,
         FEDREP,
         FEDROD,
+        FEDTGP,
         FLOCO,
         FLUTE,
+        FML,
         GPFL,
         IFCA,
         KNN_PER,
@@ -126,6 +132,7 @@ __all__ = [
     "feddyn",
     "fedem",
     "fedfomo",
+    "fedgh",
     "fedlc",
     "fedmn",
     "fedmn_correlation",
@@ -135,8 +142,10 @@ __all__ = [
     "fedprox",
     "fedrep",
     "fedrod",
+    "fedtgp",
     "floco",
     "flute",
+    "fml",
     "gpfl",
     "ifca",
     "knn_per",

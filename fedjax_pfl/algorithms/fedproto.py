@@ -13,8 +13,7 @@ authors' code, the penalty is the mean over examples. The mean of prototypes is 
 examples; the paper's equation also divides by the number of clients, and the authors' code takes
 the unweighted mean. Examples of a class without a prototype have no penalty, as in the authors'
 code. For prediction such a class is farther by 1 than the farthest prototype, so it is never
-predicted and its loss stays finite. The head predicts until the first prototype exists. All
-clients have the same network here.
+predicted and its loss stays finite. The head predicts until the first prototype exists.
 """
 
 import dataclasses
@@ -44,6 +43,7 @@ from fedjax_pfl.core.algorithm import (
 )
 from fedjax_pfl.core.diagnostics import Picture
 from fedjax_pfl.core.errors import UsageError, require_at_least, require_one_of
+from fedjax_pfl.core.groups import share_server
 from fedjax_pfl.networks import features
 
 DECIDERS = ("prototype", "head")
@@ -80,7 +80,7 @@ def _network_of(variables: PyTree) -> PyTree:
 
 
 def fedproto(
-    model: Any,
+    models: Any,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -90,8 +90,9 @@ def fedproto(
     """Creates FedProto: clients share the mean features of each class instead of a model.
 
     A penalty pulls features to them. With λ = 0 clients train the same models as with Local.
-    The server stores the prototypes, the mean features of each class, and which classes have one;
-    clients store the same as Local.
+    `models` is a network, or a tuple with one for each group of clients, whose features have the
+    same length. The server stores the prototypes, the mean features of each class, and which
+    classes have one; clients store the same as Local.
 
     Args:
       penalty: λ, the weight of the distance between an example's features and its prototype.
@@ -101,53 +102,58 @@ def fedproto(
     require_one_of("fedproto.decides", decides, DECIDERS)
     if not federation.task.has_classes:
         raise UsageError("fedproto makes a prototype of each class; choose a dataset with classes")
-    classes, d = federation.outputs, features.width("fedproto", model, federation)
-    with_features = features.WithFeatures(model)
-    base = local(model, training, federation)
+    d = features.common_width("fedproto", models, federation)
+    classes = federation.outputs
 
-    def init(key: jax.Array, start: State | None = None) -> State:
-        state = base.init(key, start)
-        return state._replace(server=no_prototypes(classes, d))
+    def for_network(model: Any) -> Algorithm:
+        with_features = features.WithFeatures(model)
+        base = local(model, training, federation)
 
-    def send(state: State, ctx: ClientContext) -> PyTree:
-        return state.server
+        def init(key: jax.Array, start: State | None = None) -> State:
+            state = base.init(key, start)
+            return state._replace(server=no_prototypes(classes, d))
 
-    def served(variables: PyTree, prototypes: PyTree) -> PyTree:
-        return {**variables, **prototypes} if decides == "prototype" else variables
+        def send(state: State, ctx: ClientContext) -> PyTree:
+            return state.server
 
-    def train(payload: PyTree, client: LocalClient, ctx: ClientContext) -> ClientResult:
-        task = with_prototype_penalty(federation.task, payload, penalty)
-        gradient = local_training.gradient(with_features, task, ctx.data)
-        variables, momentum, metrics = fit_variables(
-            training, gradient, client.variables, client.momentum, ctx
+        def served(variables: PyTree, prototypes: PyTree) -> PyTree:
+            return {**variables, **prototypes} if decides == "prototype" else variables
+
+        def train(payload: PyTree, client: LocalClient, ctx: ClientContext) -> ClientResult:
+            task = with_prototype_penalty(federation.task, payload, penalty)
+            gradient = local_training.gradient(with_features, task, ctx.data)
+            variables, momentum, metrics = fit_variables(
+                training, gradient, client.variables, client.momentum, ctx
+            )
+            statistics = class_features(with_features, variables, ctx.data, classes)
+            return ClientResult(
+                upload={"prototypes": statistics.means, "counts": statistics.counts},
+                variables=served(variables, payload),
+                client=LocalClient(variables, momentum),
+                metrics=metrics,
+            )
+
+        def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
+            return average_prototypes(state.server, cohort.present(cohort.uploads)), state.rows
+
+        def personalize(state: State, client: LocalClient, ctx: ClientContext) -> PyTree:
+            return served(client.variables, state.server)
+
+        def observe(state: State) -> dict[str, jax.Array]:
+            return {"prototypes": state.server["prototypes"]}
+
+        predict = Nearest(model).apply if decides == "prototype" else model.apply
+        return base._replace(
+            init=init,
+            send=send,
+            train=train,
+            receive=receive,
+            personalize=personalize,
+            predict=predict,
+            observe=observe,
         )
-        statistics = class_features(with_features, variables, ctx.data, classes)
-        return ClientResult(
-            upload={"prototypes": statistics.means, "counts": statistics.counts},
-            variables=served(variables, payload),
-            client=LocalClient(variables, momentum),
-            metrics=metrics,
-        )
 
-    def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
-        return average_prototypes(state.server, cohort.present(cohort.uploads)), state.rows
-
-    def personalize(state: State, client: LocalClient, ctx: ClientContext) -> PyTree:
-        return served(client.variables, state.server)
-
-    def observe(state: State) -> dict[str, jax.Array]:
-        return {"prototypes": state.server["prototypes"]}
-
-    predict = Nearest(model).apply if decides == "prototype" else model.apply
-    return base._replace(
-        init=init,
-        send=send,
-        train=train,
-        receive=receive,
-        personalize=personalize,
-        predict=predict,
-        observe=observe,
-    )
+    return share_server(models, for_network)
 
 
 FEDPROTO = Method(

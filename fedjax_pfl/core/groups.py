@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Cohort, PyTree, State
 
@@ -145,6 +146,42 @@ def by_group(algorithms: tuple[Algorithm, ...]) -> Algorithm:
         traffic=tuple(a.traffic for a in algorithms),
         observe=observe,
     )
+
+
+def share_server(models: Any, build: Callable[[Any], Algorithm]) -> Algorithm:
+    """Returns an algorithm whose groups of clients have their own networks and one server state.
+
+    The server state, payloads and uploads may not depend on the network. There are no server-side
+    rows. The server sees one cohort, with the clients of the first group first.
+
+    Args:
+      models: A network, or a tuple with one for each group.
+      build: Creates the algorithm for one network. Its client-side state has a row for each of
+        the N clients.
+    """
+    if not isinstance(models, tuple):
+        return build(models)
+    algorithms = tuple(map(build, models))
+
+    def init(key: jax.Array, start: State | None = None) -> State:
+        states = [
+            a.init(key, start and start._replace(clients=start.clients[g]))
+            for g, a in enumerate(algorithms)
+        ]
+        return states[0]._replace(clients=tuple(state.clients for state in states))
+
+    def receive(state: State, cohorts: tuple[Cohort, ...]) -> tuple[PyTree, PyTree]:
+        def join(*parts: jax.Array) -> jax.Array:
+            return jnp.concatenate(parts)
+
+        joined = jax.tree.map(join, *(cohort._replace(t=()) for cohort in cohorts))
+        return algorithms[0].receive(state, joined._replace(t=cohorts[0].t))
+
+    def observe(state: State) -> dict[str, jax.Array]:
+        return algorithms[0].observe(state._replace(clients=()))
+
+    per_group = {name: tuple(getattr(a, name) for a in algorithms) for name in _PER_GROUP}
+    return algorithms[0]._replace(init=init, receive=receive, observe=observe, **per_group)
 
 
 def unchanged(server_and_rows: Any) -> Any:

@@ -41,6 +41,7 @@ def partition(
     split: str = "pooled",
     test_fraction: float = 0.3,
     validation_fraction: float = 0.0,
+    groups: int = 1,
     task: Task | None = None,
     **settings: Any,
 ) -> PartitionedData:
@@ -59,6 +60,7 @@ def partition(
         "official" (the dataset's own test set) or "shared" (one test set for all clients).
       test_fraction: Fraction of examples for testing.
       validation_fraction: Fraction of examples for validation.
+      groups: Number of groups of clients with different networks; client i is in group i % groups.
       task: Loss and metrics. Default: classification, regression, multi-label classification or
         next-token prediction, by the type of the labels.
       **settings: Settings of the partition as keyword arguments, such as `per_client=4`.
@@ -81,6 +83,7 @@ def partition(
         split=split,
         test_fraction=test_fraction,
         validation_fraction=validation_fraction,
+        groups=groups,
     )
     if task is None:
         kind = infer_task(examples.y)

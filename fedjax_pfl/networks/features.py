@@ -62,3 +62,18 @@ def width(method: str, network: Any, federation: Federation) -> int:
             "a Flax linen layer called with a vector per example; use such a layer as head"
         )
     return int(shape.shape[1])
+
+
+def common_width(method: str, networks: Any, federation: Federation) -> int:
+    """Returns the length d of the features of all networks. Raises UsageError if it differs.
+
+    `networks` is a network or a tuple of them; the other arguments are those of `width`.
+    """
+    networks = networks if isinstance(networks, tuple) else (networks,)
+    widths = [width(method, network, federation) for network in networks]
+    if len(set(widths)) > 1:
+        raise UsageError(
+            f"{method} compares features of all clients, and the groups have features of lengths "
+            f"{', '.join(map(str, widths))}; give their last hidden layers the same width"
+        )
+    return widths[0]

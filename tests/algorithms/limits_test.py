@@ -54,6 +54,8 @@ def after_rounds(name, rounds=2, **settings):
         ("fedproto", {"penalty": 0.0}, "local", 2),
         ("floco", {"endpoints": 1, "place_after": 1}, "fedavg", 2),
         ("flute", dict.fromkeys(_FLUTE, 0), "fedper", 2),
+        ("fedtgp", {"penalty": 0.0}, "local", 2),
+        ("fml", {"alpha": 1.0}, "local", 2),
         ("l2gd", {"pull": 0.0}, "local", 2),
         ("l2gd", {"pull": 1.0}, "fedavg", 2),
         ("moon", {"mu": 0.0}, "fedavg", 2),

@@ -83,6 +83,13 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("fedprox", {"mu": -1.0}, "at least 0"),
     ("fedproto", {"penalty": -1.0}, "at least 0"),
     ("fedproto", {"decides": "dice"}, "prototype or head"),
+    ("fedgh", {"rate": -0.1}, "at least 0"),
+    ("fedtgp", {"penalty": -1.0}, "at least 0"),
+    ("fedtgp", {"epochs": 0}, "at least 1"),
+    ("fedtgp", {"threshold": -1.0}, "at least 0"),
+    ("fedtgp", {"decides": "dice"}, "prototype or head"),
+    ("fml", {"alpha": 1.5}, "0 to 1"),
+    ("fml", {"beta": -0.5}, "0 to 1"),
     ("fedrep", {"head_epochs": 0}, "at least 1"),
     ("fedrep", {"head_steps": 0}, "at least 1"),
     ("knn_per", {"neighbours": 0}, "at least 1"),
@@ -149,17 +156,14 @@ class WithoutHead(tiny.Net):
     head = "nothing"
 
 
-CLASSIFIERS = (
-    "fedas",
-    "fedem",
-    "fedlc",
-    "fedpac",
-    "fedproto",
-    "fedrod",
-    "flute",
-    "gpfl",
-    "knn_per",
-)
+class FirstIsHead(tiny.Net):
+    """A network whose `head` does not have the outputs."""
+
+    head = "fc1"
+
+
+CLASSIFIERS = ("fedas", "fedem", "fedgh", "fedlc", "fedpac", "fedproto", "fedrod", "fedtgp")
+CLASSIFIERS += ("flute", "fml", "gpfl", "knn_per")
 
 
 @pytest.mark.parametrize(
@@ -187,6 +191,8 @@ def test_invalid_federations(name: str, changes: Any, settings: Any, message: st
         ("fedper", MLP(hidden=()), "this one has only fc1"),
         ("floco", WithoutHead(), "^floco mixes heads, and this network has no layer"),
         ("fedproto", WithoutHead(), "^fedproto compares the inputs of the head"),
+        ("fedproto", (MLP(hidden=(4,)), MLP(hidden=(6,))), "^fedproto .* of lengths 4, 6; give"),
+        ("fedgh", FirstIsHead(), "^fedgh trains the head on the server, and fc1 .* Dense"),
         ("pfedhn_pc", MLP(hidden=()), "^pfedhn_pc .* has no other"),
         ("factorized_fl", ZeroHead(NETWORK), "^factorized_fl .* set zero_head=False"),
     ],

@@ -1,0 +1,138 @@
+"""FedGH: the server trains one head for all clients on their class means of features.
+
+Yi et al., FedGH: Heterogeneous Federated Learning with Generalized Global Header, 2023. Client i
+has its own body φ_i, of any architecture; all have the same linear head H:
+
+  (φ_i, H_i) ← (φ_i, H) − η ∇ f_i, in every local step
+  C_ic = mean of φ_i(x) over the client's examples of class c, after training
+  H ← H − η_s ∇ ℓ(H(C_ic), c), for one client and one of its classes after the other
+A client is served (φ_i, H).
+
+Deviations: the loss ℓ is the cross-entropy. PFLlib's code shuffles the means of all clients into
+batches.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl.algorithms.local import LocalClient, local
+from fedjax_pfl.algorithms.shared.class_features import class_features
+from fedjax_pfl.algorithms.shared.initial_state import model_shapes
+from fedjax_pfl.algorithms.shared.method import Method
+from fedjax_pfl.algorithms.shared.model_training import model_trainer
+from fedjax_pfl.core import trees
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Cohort,
+    Federation,
+    PyTree,
+    State,
+)
+from fedjax_pfl.core.errors import UsageError, require_at_least
+from fedjax_pfl.core.groups import share_server
+from fedjax_pfl.core.local_training import Training
+from fedjax_pfl.networks import features
+
+
+def fedgh(
+    models: Any,
+    training: Training,
+    federation: Federation,
+    *,
+    rate: float = 0.01,
+) -> Algorithm:
+    """Creates FedGH, for classification: own bodies, and one head that the server trains.
+
+    `models` is a network, or a tuple with one for each group of clients; their heads have the same
+    shape. The server stores the variables of the head, clients store `LocalClient` with those of
+    the body.
+
+    Args:
+      rate: η_s, the learning rate of the head on the server.
+    """
+    require_at_least("fedgh.rate", rate, 0)
+    if not federation.task.has_classes:
+        raise UsageError("fedgh averages the features of each class; choose a dataset with classes")
+    d = features.common_width("fedgh", models, federation)
+    classes = federation.outputs
+
+    def train_head(head: PyTree, means: jax.Array, sent: jax.Array) -> PyTree:
+        """Returns new {"kernel", "bias"} after a step for each of the means [K, C, d] in `sent`."""
+
+        def step(head: PyTree, example: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
+            z, label, exists = example
+
+            def loss(head: PyTree) -> jax.Array:
+                return -jax.nn.log_softmax(z @ head["kernel"] + head.get("bias", 0.0))[label]
+
+            moved = jax.tree.map(lambda p, g: p - rate * g, head, jax.grad(loss)(head))
+            return trees.where(exists, moved, head), None
+
+        labels = jnp.tile(jnp.arange(classes), len(means))
+        examples = (means.reshape(-1, d), labels, sent.reshape(-1))
+        return jax.lax.scan(step, head, examples)[0]
+
+    def for_network(model: Any) -> Algorithm:
+        base = local(model, training, federation)
+        train_model = model_trainer(model, federation.task, training)
+        with_features = features.WithFeatures(model)
+        _check_head(model, federation, d)
+
+        def init(key: jax.Array, start: State | None = None) -> State:
+            state = base.init(key, start)
+            head, body = trees.split(state.clients.variables, {model.head})
+            return State(
+                server=trees.row(head, 0)["params"][model.head],
+                rows=(),
+                clients=LocalClient(body, state.clients.momentum),
+            )
+
+        def send(state: State, ctx: ClientContext) -> PyTree:
+            return state.server
+
+        def joined(head: PyTree, body: PyTree) -> PyTree:
+            return trees.join({"params": {model.head: head}}, body)
+
+        def train(payload: PyTree, client: LocalClient, ctx: ClientContext) -> ClientResult:
+            start = joined(payload, client.variables)
+            variables, momentum, metrics = train_model(start, client.momentum, ctx)
+            statistics = class_features(with_features, variables, ctx.data, classes)
+            _, body = trees.split(variables, {model.head})
+            return ClientResult(
+                upload={"means": statistics.means, "counts": statistics.counts},
+                variables=variables,
+                client=LocalClient(body, momentum),
+                metrics=metrics,
+            )
+
+        def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
+            uploads = cohort.present(cohort.uploads)
+            return train_head(state.server, uploads["means"], uploads["counts"] > 0), state.rows
+
+        def personalize(state: State, client: LocalClient, ctx: ClientContext) -> PyTree:
+            return joined(state.server, client.variables)
+
+        return base._replace(
+            init=init, send=send, train=train, receive=receive, personalize=personalize
+        )
+
+    return share_server(models, for_network)
+
+
+def _check_head(model: Any, federation: Federation, d: int) -> None:
+    """Raises UsageError unless the head is a linear layer from d features to the classes."""
+    head = model_shapes(model, federation)["params"].get(model.head, {})
+    shapes = {name: getattr(leaf, "shape", None) for name, leaf in head.items()}
+    expected = {"kernel": (d, federation.outputs), "bias": (federation.outputs,)}
+    if "kernel" not in shapes or any(shapes[n] != expected.get(n) for n in shapes):
+        raise UsageError(
+            f"fedgh trains the head on the server, and {model.head} of this network is not one "
+            "Dense layer; use such a layer as head"
+        )
+
+
+FEDGH = Method(fedgh, title="FedGH", paper="Yi et al. 2023")
