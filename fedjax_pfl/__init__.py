@@ -72,6 +72,7 @@ from fedjax_pfl.core.algorithm import Algorithm, State
 from fedjax_pfl.core.local_training import local_sgd, local_training
 from fedjax_pfl.data import arrays, datasets
 from fedjax_pfl.data.partition import PartitionedData, partition
+from fedjax_pfl.networks.torch_weights import from_torch, to_torch
 from fedjax_pfl.report import loggers
 from fedjax_pfl.runs.runner import Result, run, run_all
 from fedjax_pfl.simulation.devices import prepare_devices
@@ -120,6 +121,7 @@ __all__ = [
     "floco",
     "flute",
     "fml",
+    "from_torch",
     "gpfl",
     "ifca",
     "knn_per",
@@ -147,5 +149,6 @@ __all__ = [
     "save",
     "scaffold",
     "testing",
+    "to_torch",
     "transforms",
 ]

@@ -43,6 +43,7 @@ from fedjax_pfl.core.diagnostics import (
 )
 from fedjax_pfl.core.errors import UsageError, require_at_least
 from fedjax_pfl.core.examples import Batch, ClientData
+from fedjax_pfl.networks.pretrained import require_random_start
 
 
 class Client(NamedTuple):
@@ -116,6 +117,7 @@ def fedem(
       components: M, the number of models that each client mixes; 1 is FedAvg.
     """
     require_at_least("fedem.components", components, 1)
+    require_random_start("fedem", model)  # copies of one model would stay copies
     if not federation.task.has_classes:
         raise UsageError("fedem mixes probabilities of classes; choose a dataset with classes")
     base = training.optimizer

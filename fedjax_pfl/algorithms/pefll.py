@@ -56,6 +56,7 @@ from fedjax_pfl.core.errors import (
     require_at_least,
 )
 from fedjax_pfl.core.examples import Batch, ClientData
+from fedjax_pfl.networks.pretrained import require_random_start
 
 
 class Server(NamedTuple):
@@ -146,6 +147,7 @@ def pefll(
         require(0 <= layers <= MAX_LAYERS, f"pefll.{name} is {layers}; choose 0 to {MAX_LAYERS}")
     if federation.input_dtype != "float32" or federation.positions:
         raise UsageError("pefll describes vectors and images; choose a dataset without sequences")
+    require_random_start("pefll", model)
     n, task = federation.clients, federation.task
     length = descriptor or 1 + n // 4
     embedding_network = EmbeddingNetwork(length, embedding_width, embedding_depth)

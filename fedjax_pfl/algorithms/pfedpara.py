@@ -16,6 +16,7 @@ from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.core.errors import require
 from fedjax_pfl.networks.factorized import Hadamard
+from fedjax_pfl.networks.pretrained import require_random_start
 
 PERSONAL = ("x2", "y2", "t2")
 
@@ -35,6 +36,7 @@ def pfedpara(
       gamma: Rank of the factors, from 0 (the least with which W can have full rank) to 1 (the
         factors have as many parameters as W).
     """
+    require_random_start("pfedpara", model)
     require((gamma >= 0) & (gamma <= 1), f"pfedpara.gamma is {gamma}; choose 0 to 1")
     net = Hadamard(model, federation.input_shape, gamma, input_dtype=federation.input_dtype)
 

@@ -38,6 +38,7 @@ def complete(user_settings: Mapping[str, Any]) -> tuple[ConfigDict, configuratio
         "sweep": settings.sweep != "",
         "reference": settings.reference,
         "reference_runs": settings.reference_runs != "",
+        "initial_weights": settings.initial_weights != "",
         "augment": settings.augment,
         "evaluate_clients": settings.evaluate_clients is not None,
         "store": settings.store not in ("auto", "device"),

@@ -12,6 +12,7 @@ from fedjax_pfl.networks.lstm import LSTM
 from fedjax_pfl.networks.mlp import MLP
 from fedjax_pfl.networks.mobilenet import MobileNet
 from fedjax_pfl.networks.normalisation import norm_layers
+from fedjax_pfl.networks.pretrained import Pretrained
 from fedjax_pfl.networks.resnet9 import ResNet9
 from fedjax_pfl.networks.small import SmallCNN
 from fedjax_pfl.networks.transformer import Transformer
@@ -40,6 +41,7 @@ __all__ = [
     "FastText",
     "LeNet",
     "MobileNet",
+    "Pretrained",
     "ResNet9",
     "SmallCNN",
     "Transformer",

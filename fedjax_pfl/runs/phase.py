@@ -20,6 +20,8 @@ from fedjax_pfl.core.errors import UsageError, first_line
 from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.core.shape_check import check_shapes
 from fedjax_pfl.data.checks import describe_holder
+from fedjax_pfl.networks.pretrained import Pretrained
+from fedjax_pfl.networks.torch_weights import from_torch
 from fedjax_pfl.networks.user_defined import UserNetwork, check_network, check_tokens
 from fedjax_pfl.networks.zero_head import ZeroHead
 from fedjax_pfl.runs.sweep_settings import setting_values
@@ -358,6 +360,8 @@ def _model(inputs: PhaseInputs, config: ConfigDict, conv: str) -> Any:
         )
     if dtype == "int32":
         _check_vocabulary(inputs, config.model, model)
+    if path := inputs.configs[0].initial_weights:
+        model = Pretrained(model, from_torch(path, model, shape))
     return ZeroHead(model) if config.zero_head else model
 
 
@@ -391,7 +395,5 @@ def next_boundary(config: ConfigDict, begin: int, t: int) -> int:
       begin: First round of the phase.
       t: Number of finished rounds.
     """
-    intervals = [config.eval_every]
-    if config.checkpoint_every:
-        intervals.append(config.checkpoint_every)
+    intervals = filter(None, (config.eval_every, config.checkpoint_every))
     return min(begin + config.rounds, *(t + n - (t - begin) % n for n in intervals))

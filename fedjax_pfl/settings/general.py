@@ -43,6 +43,11 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
             "Initialise the last layer with zeros, which prefers no order of the labels.",
             roles={"per_phase"},
         ),
+        "initial_weights": Setting(
+            "",
+            "File with the state_dict of a PyTorch network, in safetensors, that the network "
+            "starts with. Unset: random.",
+        ),
         "groups": Setting(
             (),
             "Network settings of each client group, one entry per architecture. Clients are "

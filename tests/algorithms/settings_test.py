@@ -10,6 +10,7 @@ from fedjax_pfl.core.algorithm import Algorithm
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.task import regression
 from fedjax_pfl.networks import MLP
+from fedjax_pfl.networks.pretrained import Pretrained
 from fedjax_pfl.networks.zero_head import ZeroHead
 from tests import cases, tiny
 
@@ -184,6 +185,18 @@ def test_invalid_federations(name: str, changes: Any, settings: Any, message: st
         make(name, federation=FEDERATION._replace(**changes), **settings)
 
 
+PRETRAINED = Pretrained(NETWORK, {})
+OWN_PARAMETERS = (
+    "factorized_fl",
+    "fedem",
+    "fedmn",
+    "fedmn_correlation",
+    "pefll",
+    "pfedhn",
+    "pfedpara",
+)
+
+
 @pytest.mark.parametrize(
     ("name", "network", "message"),
     [
@@ -195,6 +208,8 @@ def test_invalid_federations(name: str, changes: Any, settings: Any, message: st
         ("fedgh", FirstIsHead(), "^fedgh trains the head on the server, and fc1 .* Dense"),
         ("pfedhn_pc", MLP(hidden=()), "^pfedhn_pc .* has no other"),
         ("factorized_fl", ZeroHead(NETWORK), "^factorized_fl .* set zero_head=False"),
+        *((n, PRETRAINED, f"^{n} needs random initial parameters") for n in OWN_PARAMETERS),
+        ("fedem", ZeroHead(PRETRAINED), "^fedem needs random initial parameters"),
     ],
 )
 def test_invalid_networks(name: str, network: Any, message: str):

@@ -32,6 +32,7 @@ from fedjax_pfl.core.algorithm import (
 )
 from fedjax_pfl.core.errors import UsageError, require, require_at_least
 from fedjax_pfl.core.examples import Batch
+from fedjax_pfl.networks.pretrained import require_random_start
 from fedjax_pfl.networks.user_defined import UserNetwork
 
 
@@ -56,6 +57,7 @@ def check_routing(
 
     `sizes` are further settings by name, which must be at least 1.
     """
+    require_random_start(name, model)
     user_defined = isinstance(
         getattr(model, "model", model), UserNetwork
     )  # also with a head of zeros

@@ -30,6 +30,7 @@ from fedjax_pfl.core.algorithm import (
 )
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import as_single_group
+from fedjax_pfl.networks.pretrained import require_random_start
 
 
 class Server(NamedTuple):
@@ -78,6 +79,8 @@ def build_algorithm(
     """
     check_settings(name, settings)
     networks = models if isinstance(models, tuple) else (models,)
+    for model in networks:
+        require_random_start(name, model)
     n = federation.clients
     fixed = jnp.asarray(class_shares(name, federation)) if settings.fixed else None
     optimizer = server_sgd(settings, jnp.asarray(federation.active))

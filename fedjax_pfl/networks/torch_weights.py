@@ -1,0 +1,273 @@
+"""Weights of PyTorch networks, as a `state_dict` in a `.safetensors` file, for networks here.
+
+Layers are matched by kind, shape and order, because their names differ between projects:
+
+    layer         PyTorch                       here
+    convolution   weight [O, I, H, W], bias     kernel [H, W, I, O], bias
+    dense         weight [O, I], bias           kernel [I, O], bias
+    norm          weight, bias, running_mean,   scale, bias, mean, var
+                  running_var
+
+PyTorch flattens images as [C, H, W] and Flax as [H, W, C], so the inputs of the first dense layer
+are reordered.
+"""
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pfl.core import tensor_file, trees
+from fedjax_pfl.core.errors import UsageError, first_line
+
+PyTree = Any
+_SKIPPED = "num_batches_tracked"  # PyTorch's count of batches, which no result depends on
+_NORM = {"scale": "weight", "bias": "bias", "mean": "running_mean", "var": "running_var"}
+_LINEAR = {"kernel": "weight", "bias": "bias"}
+_Shapes = dict[str, tuple[int, ...]]  # of a layer's arrays, by PyTorch's name
+
+
+class _Leaf(NamedTuple):
+    """An array of a network and its place in a layer of PyTorch."""
+
+    path: tuple[str, ...]  # in the variables, such as ("params", "conv1", "kernel")
+    torch_name: str  # such as "weight"
+    shape: tuple[int, ...]  # here
+    dtype: np.dtype
+    channels: int  # of the image that the layer gets flattened, with channels first in PyTorch
+
+    def to_torch(self, array: np.ndarray) -> np.ndarray:
+        """Returns the array in PyTorch's layout."""
+        if self.path[-1] != "kernel":
+            return array
+        if array.ndim == 2:
+            rows = array.reshape(-1, self.channels, array.shape[1])
+            return rows.swapaxes(0, 1).reshape(array.shape).T
+        return np.moveaxis(array, (-1, -2), (0, 1))
+
+    def from_torch(self, array: np.ndarray) -> np.ndarray:
+        """Returns an array in PyTorch's layout in the layout here; inverse of `to_torch`."""
+        if self.path[-1] != "kernel":
+            return array
+        if array.ndim == 2:
+            rows = array.T.reshape(self.channels, -1, array.shape[0])
+            return rows.swapaxes(0, 1).reshape(self.shape)
+        return np.moveaxis(array, (0, 1), (-1, -2))
+
+    @property
+    def torch_shape(self) -> tuple[int, ...]:
+        """Shape in PyTorch."""
+        if self.path[-1] != "kernel":
+            return self.shape
+        return (*self.shape[:-3:-1], *self.shape[:-2])
+
+
+def from_torch(
+    path: str | os.PathLike[str],
+    network: Any,
+    input_shape: Sequence[int],
+    *,
+    layers: Sequence[str] | None = None,
+) -> PyTree:
+    """Reads the weights of a PyTorch network.
+
+    Layers of equal kind and shape are matched in the order of the numbers in their names.
+    `num_batches_tracked` is skipped. Raises UsageError for the first layer that does not match.
+
+    Args:
+      path: File that `safetensors.torch.save_file(model.state_dict(), path)` wrote.
+      network: The network here, such as `networks.LeNet()`.
+      input_shape: Shape of an example, images as (height, width, channels).
+      layers: Names of the layers in the file, such as "base.conv1", from the input to the output.
+        Default: they are matched as above.
+
+    Returns:
+      Variables of the network, for `network.apply` or `networks.Pretrained`.
+    """
+    foreign = _read(path)
+    variables: dict[str, Any] = {}
+    for leaf, name in _match(path, foreign, _layers(network, input_shape), layers):
+        *parents, last = leaf.path
+        level = variables
+        for parent in parents:
+            level = level.setdefault(parent, {})
+        array = leaf.from_torch(foreign[name])
+        level[last] = jnp.asarray(np.ascontiguousarray(array), leaf.dtype)
+    return variables
+
+
+def to_torch(
+    path: str | os.PathLike[str],
+    network: Any,
+    variables: PyTree,
+    input_shape: Sequence[int],
+    *,
+    like: str | os.PathLike[str] | None = None,
+    layers: Sequence[str] | None = None,
+) -> None:
+    """Writes the variables of a network as a PyTorch `state_dict`.
+
+    PyTorch reads it with `model.load_state_dict(safetensors.torch.load_file(path))`.
+
+    Args:
+      path: The file to write.
+      network: The network here.
+      variables: Its variables.
+      input_shape: Shape of an example, images as (height, width, channels).
+      like: A file for `from_torch` whose names are used. Default: names such as conv1.weight.
+      layers: As for `from_torch`, with `like`.
+    """
+    state = state_dict(network, variables, input_shape, like=like, layers=layers)
+    Path(path).write_bytes(tensor_file.encode(state))
+
+
+def state_dict(
+    network: Any,
+    variables: PyTree,
+    input_shape: Sequence[int],
+    *,
+    like: str | os.PathLike[str] | None = None,
+    layers: Sequence[str] | None = None,
+) -> dict[str, np.ndarray]:
+    """Returns the arrays that `to_torch` writes, by name."""
+    own = _layers(network, input_shape)
+    if like is None:
+        pairs = [(leaf, f"{name}.{leaf.torch_name}") for name in own for leaf in own[name]]
+    else:
+        pairs = _match(like, _read(like), own, layers)
+    state = {}
+    for leaf, name in pairs:
+        array = variables
+        for key in leaf.path:
+            array = array[key]
+        state[name] = np.ascontiguousarray(leaf.to_torch(np.asarray(array)))
+    return state
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """Returns the arrays of a `state_dict` by name; UsageError for arrays without a counterpart."""
+    arrays, _ = tensor_file.read(path)
+    arrays = {name: v for name, v in arrays.items() if name.rpartition(".")[2] != _SKIPPED}
+    for name, array in arrays.items():
+        if name.rpartition(".")[2] not in _NORM.values():
+            raise UsageError(
+                f"{path}: {name} {list(array.shape)} belongs to no convolution, dense layer or norm"
+            )
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise UsageError(f"{path}: {name} has the dtype {array.dtype}, which is no float")
+    return arrays
+
+
+def _layers(network: Any, input_shape: Sequence[int]) -> dict[str, list[_Leaf]]:
+    """Returns the leaves of each layer of a network, from the input to the output.
+
+    Layers have names as in PyTorch, such as "block.conv1". Raises UsageError for a layer that is no
+    convolution, dense layer or norm.
+    """
+    x = jnp.zeros((1, *input_shape))
+    try:
+        variables = jax.eval_shape(lambda: dict(network.init(jax.random.key(0), x)))
+    except Exception as error:  # networks raise many types for a wrong shape
+        raise UsageError(
+            f"the network does not take examples of shape {list(input_shape)}: {first_line(error)}"
+        ) from None
+    grouped: dict[str, list[tuple[tuple[str, ...], Any]]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
+        names = tuple(key.key for key in path)
+        grouped.setdefault(trees.layer_name(path), []).append((names, leaf))
+    layers = dict[str, list[_Leaf]]()
+    image_channels = input_shape[-1] if len(input_shape) > 1 else 1  # of what is flattened next
+    for layer in getattr(network, "layers", sorted(grouped, key=_natural)):
+        kernel = next((leaf for path, leaf in grouped[layer] if path[-1] == "kernel"), None)
+        names_here = _NORM if kernel is None else _LINEAR
+        for path, leaf in grouped[layer]:
+            if path[-1] not in names_here or (leaf is not kernel and leaf.ndim != 1):
+                raise UsageError(
+                    f"{layer} has {path[-1]} {list(leaf.shape)}: it is no convolution, dense layer "
+                    "or norm, the layers that PyTorch's weights are known for"
+                )
+        channels = 1
+        if kernel is not None and kernel.ndim > 2:
+            image_channels = kernel.shape[-1]
+        elif kernel is not None:
+            channels, image_channels = image_channels, 1  # only the first dense layer is reordered
+            if kernel.shape[0] % channels:
+                raise UsageError(f"{layer} has {kernel.shape[0]} inputs for {channels} channels")
+        layers[layer.replace("/", ".")] = [
+            _Leaf(path, names_here[path[-1]], leaf.shape, leaf.dtype, channels)
+            for path, leaf in grouped[layer]
+        ]
+    return layers
+
+
+def _match(
+    path: str | os.PathLike[str],
+    arrays: Mapping[str, np.ndarray],
+    own: Mapping[str, Sequence[_Leaf]],
+    order: Sequence[str] | None,
+) -> list[tuple[_Leaf, str]]:
+    """Returns each leaf of a network with the name of its array in a file.
+
+    Args:
+      path: The file, for messages.
+      arrays: Its arrays by name.
+      own: Leaves of each layer of the network, from the input to the output.
+      order: Names of the file's layers in this order, or None.
+    """
+    foreign: dict[str, _Shapes] = {}
+    for name, array in arrays.items():
+        layer, _, leaf_name = name.rpartition(".")
+        foreign.setdefault(layer, {})[leaf_name] = array.shape
+    if order is not None and sorted(order) != sorted(foreign):
+        raise UsageError(f"{path} has the layers {', '.join(sorted(foreign))}; `layers` must too")
+    names = sorted(foreign, key=_natural) if order is None else list(order)
+    pairs = []
+    for layer, leaves in own.items():
+        shapes = {leaf.torch_name: leaf.torch_shape for leaf in leaves}
+        candidates = [name for name in names if _rank(foreign[name]) == _rank(shapes)]
+        candidates = candidates if order is None else candidates[:1]
+        fitting = [name for name in candidates if foreign[name] == shapes]
+        if not fitting:
+            other = "file has no layer of this kind left"
+            if candidates:
+                other = f"file's {candidates[0]} has {_text(foreign[candidates[0]])}"
+            raise UsageError(f"{path}: {layer} needs {_text(shapes)}, and the {other}")
+        for name in fitting[1:]:
+            if not _are_numbered(fitting[0], name):
+                raise UsageError(
+                    f"{path}: {layer} can be {fitting[0]} or {name}, which have equal shapes; give "
+                    "`layers`, the file's layers from the input to the output"
+                )
+        names.remove(fitting[0])
+        pairs += [(leaf, f"{fitting[0]}.{leaf.torch_name}".lstrip(".")) for leaf in leaves]
+    if names:
+        text = f"{names[0]} with {_text(foreign[names[0]])}"
+        raise UsageError(f"{path} also has {text}, which the network has no layer for")
+    return pairs
+
+
+def _rank(shapes: _Shapes) -> int:
+    """Returns the number of axes of a layer's weight, which tells its kind."""
+    return len(shapes.get("weight", (0,)))
+
+
+def _text(shapes: _Shapes) -> str:
+    return ", ".join(f"{name} {list(shapes[name])}" for name in _NORM.values() if name in shapes)
+
+
+def _natural(name: str) -> list[Any]:
+    """Returns a sort key: numbers in a name count as numbers, and come before no number."""
+    parts = re.split(r"(\d+)", name)
+    return [int(part) if i % 2 else part for i, part in enumerate(parts)] + [math.inf]
+
+
+def _are_numbered(first: str, second: str) -> bool:
+    """Returns True if the first difference of two names is between two numbers."""
+    pairs = zip(_natural(first), _natural(second), strict=False)
+    return isinstance(next(max(a, b) for a, b in pairs if a != b), int)

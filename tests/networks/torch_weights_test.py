@@ -1,0 +1,187 @@
+"""Weights of PyTorch networks, against forward passes in NumPy with channels first."""
+
+import jax
+import numpy as np
+import pytest
+from numpy.lib.stride_tricks import sliding_window_view
+from safetensors.numpy import load_file, save_file
+
+from fedjax_pfl import networks
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.networks import torch_weights
+
+RNG = np.random.default_rng(0)
+
+
+class Layers:
+    """Layers of PyTorch with the weights of a `state_dict`, by their names in it."""
+
+    def __init__(self, state):
+        self.state = {name: array.astype(np.float64) for name, array in state.items()}
+
+    def conv(self, x, name, stride=1, padding=0):
+        weight = self.state[f"{name}.weight"]
+        x = np.pad(x, ((0, 0), (0, 0), (padding, padding), (padding, padding)))
+        windows = sliding_window_view(x, weight.shape[2:], (2, 3))[:, :, ::stride, ::stride]
+        bias = self.state.get(f"{name}.bias", np.zeros(len(weight)))
+        return np.einsum("nchwij,ocij->nohw", windows, weight) + bias[:, None, None]
+
+    def linear(self, x, name):
+        return x @ self.state[f"{name}.weight"].T + self.state[f"{name}.bias"]
+
+    def norm(self, x, name):
+        scale, shift, mean, var = (
+            self.state[f"{name}.{leaf}"][:, None, None]
+            for leaf in ("weight", "bias", "running_mean", "running_var")
+        )
+        return (x - mean) / np.sqrt(var + 1e-5) * scale + shift
+
+
+def relu(x):
+    return np.maximum(x, 0)
+
+
+def pool(x):
+    return sliding_window_view(x, (2, 2), (2, 3))[:, :, ::2, ::2].max((4, 5))
+
+
+def lenet(layers, x):
+    for i in (1, 2):
+        x = relu(pool(layers.norm(layers.conv(x, f"conv{i}"), f"norm{i}")))
+    x = relu(layers.linear(x.reshape(len(x), -1), "fc1"))
+    return layers.linear(relu(layers.linear(x, "fc2")), "fc3")
+
+
+def cnn(layers, x):
+    for i in (1, 2):
+        x = pool(relu(layers.conv(x, f"conv{i}")))
+    return layers.linear(relu(layers.linear(x.reshape(len(x), -1), "fc1")), "fc2")
+
+
+def mlp(layers, x):
+    return layers.linear(relu(layers.linear(x.reshape(len(x), -1), "fc1")), "fc2")
+
+
+def resnet9(layers, x):
+    def block(x, i, stride=1, padding=1):
+        return relu(layers.norm(layers.conv(x, f"conv{i}", stride, padding), f"norm{i}"))
+
+    x = block(block(x, 1), 2, stride=2, padding=2)
+    x = pool(block(x + block(block(x, 3), 4), 5))
+    x = block(x + block(block(x, 6), 7), 8, padding=0)
+    return layers.linear(x.max((2, 3)), "fc1")
+
+
+LENET = networks.LeNet(outputs=5, kernels=(4, 6), dense=(7, 9), kernel_size=3, batch_norm=True)
+CNN = networks.CNN(outputs=5, kernels=(3, 4), dense=(8,))
+CASES = {
+    "lenet": (lenet, LENET, (14, 12, 3)),
+    "cnn": (cnn, CNN, (20, 24, 1)),
+    "mlp": (mlp, networks.MLP(outputs=5, hidden=(6,)), (4, 5, 3)),
+    "resnet9": (resnet9, networks.ResNet9(outputs=5, width=3), (16, 18, 3)),
+}
+
+
+def random_variables(network, shape):
+    """Returns variables in which every entry is random, and variances are positive."""
+    variables = network.init(jax.random.key(0), np.zeros((1, *shape), np.float32))
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: (
+            RNG.uniform(0.5, 1.5, leaf.shape)
+            if path[-1].key == "var"
+            else RNG.normal(size=leaf.shape) / np.sqrt(max(leaf[..., 0].size, 1))
+        ).astype(np.float32),
+        variables,
+    )
+
+
+def assert_equal_bits(first, second):
+    first, second = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (first, second))
+    assert first.keys() == second.keys()
+    for path in first:
+        assert first[path].dtype == second[path].dtype
+        assert first[path].shape == second[path].shape
+        assert np.asarray(first[path]).tobytes() == np.asarray(second[path]).tobytes()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_give_the_outputs_of_pytorchs_layout_and_come_back_bit_for_bit(name, tmp_path):
+    forward, network, shape = CASES[name]
+    variables = random_variables(network, shape)
+    torch_weights.to_torch(tmp_path / "w", network, variables, shape)
+    state = load_file(tmp_path / "w")
+    x = RNG.normal(size=(3, *shape)).astype(np.float32)
+    expected = forward(Layers(state), np.moveaxis(x, -1, 1).astype(np.float64))
+    imported = torch_weights.from_torch(tmp_path / "w", network, shape)
+    np.testing.assert_allclose(network.apply(imported, x), expected, rtol=1e-5, atol=1e-5)
+    assert np.ptp(expected) > 0.1
+    assert_equal_bits(imported, variables)
+    # The same network with other names, and PyTorch's counts of batches.
+    renamed = {f"net.{name.replace('.', '.0.', 1)}": array for name, array in state.items()}
+    counts = {f"net.norm{i}.num_batches_tracked": np.array(7) for i in (1, 2)}
+    save_file({**renamed, **counts}, tmp_path / "theirs")
+    assert_equal_bits(torch_weights.from_torch(tmp_path / "theirs", network, shape), variables)
+    torch_weights.to_torch(tmp_path / "w2", network, variables, shape, like=tmp_path / "theirs")
+    assert_equal_bits(load_file(tmp_path / "w2"), renamed)
+
+
+PFLLIB = {"conv1.0": "conv1", "conv2.0": "conv2", "fc": "fc2", "fc1.0": "fc1"}
+FL_BENCH = {"base.conv1": "conv1", "base.conv2": "conv2", "base.fc1": "fc1", "classifier": "fc2"}
+
+
+@pytest.mark.parametrize("names", [PFLLIB, FL_BENCH])
+def test_names_of_other_projects(names, tmp_path):
+    shape, theirs = (20, 24, 1), tmp_path / "theirs"
+    state = torch_weights.state_dict(CNN, variables := random_variables(CNN, shape), shape)
+    leaves = [(name, layer, leaf) for name, layer in names.items() for leaf in ("weight", "bias")]
+    save_file({f"{name}.{leaf}": state[f"{layer}.{leaf}"] for name, layer, leaf in leaves}, theirs)
+    assert_equal_bits(torch_weights.from_torch(theirs, CNN, shape), variables)
+
+
+def test_layers_that_do_not_match_are_refused(tmp_path):
+    network, shape, path = networks.MLP(outputs=4, hidden=(4, 4)), (4,), tmp_path / "w"
+    state = torch_weights.state_dict(network, variables := random_variables(network, shape), shape)
+    weight = state.pop("fc3.weight")
+
+    def message(changes, network=network, shape=shape, **options):
+        save_file({**state, **changes}, path)
+        with pytest.raises(UsageError) as error:
+            torch_weights.from_torch(path, network, shape, **options)
+        assert "\n" not in str(error.value)
+        return str(error.value).removeprefix(f"{path}")
+
+    assert message({"fc3.weight": weight[:3]}) == (
+        ": fc3 needs weight [4, 4], bias [4], and the file's fc3 has weight [3, 4], bias [4]"
+    )
+    assert message({}) == (
+        ": fc3 needs weight [4, 4], bias [4], and the file has no layer of this kind left"
+    )
+    (extra,) = ({"fc3.weight": weight, "fc4.weight": weight},)
+    assert message(extra) == " also has fc4 with weight [4, 4], which the network has no layer for"
+    assert "fc3.gain [4] belongs to no convolution" in message({"fc3.gain": weight[0]})
+    assert "has the dtype int64" in message({"fc3.weight": weight.astype(int)})
+    assert "does not take examples of shape [4, 4]" in message({}, CNN, (4, 4))
+    transformer = networks.Transformer(outputs=4)
+    assert "does not take examples" in message({}, transformer, (4,))
+    # Names whose order no number tells are matched with `layers` only.
+    renamed = {
+        f"{name}.{k}": state.pop(f"fc{i}.{k}")
+        for name, i in (("b", 1), ("a", 2))
+        for k in ("weight", "bias")
+    }
+    renamed["fc3.weight"] = weight
+    assert ": fc1 can be a or b, which have equal shapes; give `layers`" in message(renamed)
+    assert " has the layers a, b, fc3; " in message(renamed, layers=["a", "b"])
+    given = torch_weights.from_torch(path, network, shape, layers=["b", "a", "fc3"])
+    assert_equal_bits(given, variables)
+
+
+def test_a_network_starts_with_given_variables(tmp_path):
+    _, network, shape = CASES["lenet"]
+    variables = random_variables(network, shape)
+    pretrained = networks.Pretrained(network, variables)
+    x = np.zeros((1, *shape), np.float32)
+    assert_equal_bits(jax.jit(pretrained.init)(jax.random.key(1), x), variables)
+    assert (pretrained.head, pretrained.layers) == ("fc3", network.layers)
+    with pytest.raises(UsageError, match="do not have the names, shapes and dtypes"):
+        networks.Pretrained(network.clone(outputs=6), variables).init(jax.random.key(1), x)
