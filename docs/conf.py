@@ -102,6 +102,7 @@ your_data
 recipes
 your_model
 your_method
+from_pfllib
 contract
 models
 notebooks

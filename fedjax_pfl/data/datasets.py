@@ -9,7 +9,15 @@ from fedjax_pfl.data import sources
 from fedjax_pfl.data.dataset import DataDir, Dataset
 from fedjax_pfl.data.dataset import arrays as from_arrays
 
-__all__ = ["digits", "from_arrays", "from_csv", "from_images", "from_parquet", "from_tfds"]
+__all__ = [
+    "digits",
+    "from_arrays",
+    "from_csv",
+    "from_images",
+    "from_npy",
+    "from_parquet",
+    "from_tfds",
+]
 
 
 def digits() -> Dataset:
@@ -46,6 +54,14 @@ def from_images(path: str, **settings: Any) -> Dataset:
         `folders`, which says which level of folders is the class and which the owner.
     """
     return sources.load(f"images:{path}", **settings)
+
+
+def from_npy(folder: str) -> Dataset:
+    """Reads x.npy, y.npy and, if they exist, owner.npy and the test set x_test.npy, y_test.npy.
+
+    `fedjax-pfl import-partition` writes such a folder from a partition of PFLlib or FL-bench.
+    """
+    return sources.load(f"npy:{folder}")
 
 
 def from_tfds(name: str, data_dir: DataDir = None, *, fraction: float = 1.0) -> Dataset:
