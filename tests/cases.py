@@ -248,6 +248,7 @@ CASES = {
         {"penalty": 0.5},
         all_of(moved, _matters("gpfl", "decay", 0.0, 0.1)),
         lambda model: (model - 4 * _HEAD + _PROTOTYPES + _VALVE,) * 2,
+        training={"learning_rate": 0.03},
     ),
     "knn_per": Case({"neighbours": 3}, moved, _without(0)),
     "l2gd": Case({"pull": 0.4}, all_of(moved, _matters("l2gd", "pull", 0.0, 1.0)), _without(0)),
