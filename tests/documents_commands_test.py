@@ -11,7 +11,7 @@ from tests import commands, documents
 PAGES = ("../README.md", *sorted(path.name for path in documents.DOCS.glob("*.md")))
 HOURS = ("reproduce", "studies", "leaderboard", "scaling", "many_clients", "benchmark")
 OTHER_LIBRARIES = ("agree", "import-partition")
-FILES = "cifar10|femnist|csv:|data_dir|emnist|svhn"
+FILES = r"cifar10|femnist|dataset=\w+:|data_dir|emnist|svhn"
 
 
 def reason_to_skip(name: str, arguments: list[str]) -> str:

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict, FrozenConfigDict, config_dict
 
 from fedjax_pfl import algorithms, data, networks
 from fedjax_pfl.core import optimizers, task
-from fedjax_pfl.core.errors import MAX_LAYERS, UsageError, nearest
+from fedjax_pfl.core.errors import MAX_LAYERS, UsageError, nearest, require
 from fedjax_pfl.settings.general import SETTINGS, settings_with
 from fedjax_pfl.transforms import SERVER_OPTIMIZERS
 
@@ -232,7 +232,8 @@ def setting_type(config: ConfigDict, name: str) -> type:
 def phases(config: ConfigDict, registry: Registry = BUILTINS) -> list[ConfigDict]:
     """Returns all settings of each phase in order; there is at least one phase."""
     configs = []
-    for number, changes in enumerate(list(config.phases) or [{}]):
+    require(config.phases is not None, "phases is None; it must be of type tuple")
+    for number, changes in enumerate(config.phases or [{}]):
         phase = config.copy_and_resolve_references()
         phase.phases = ()
         if not isinstance(changes, Mapping):
@@ -292,7 +293,7 @@ def specify(config: ConfigDict, registry: Registry = BUILTINS) -> Specification:
     defaults = default(registry)
     specified = []
     for number, phase in enumerate(phases(config, registry)):
-        prefix = f"phases[{number}]." if len(config.phases) else ""
+        prefix = f"phases[{number}]." if config.phases else ""
         _check_types(phase, defaults, prefix)
         for kind, table in registry._asdict().items():
             if (name := component_name(phase, kind)) not in table:

@@ -25,6 +25,8 @@ from tests.settings.configuration_test import built, message
         ),
         ({"phases": [3]}, ["phases[0]", "rounds=10"]),
         ({"groups": [{"rounds": 3}]}, ["groups[0]", "model"]),
+        ({"groups": None}, ["groups is None; it must be"]),
+        ({"phases": None}, ["phases is None; it must be"]),
         ({"groups": [{}, {"model": "mpl"}]}, ["'mpl'", "did you mean mlp?"]),
         ({"algorithm": "fedagv"}, ["'fedagv'", "did you mean fedavg?"]),
         ({"algorithm": "LG-FedAvg"}, ["'LG-FedAvg'", "did you mean lg_fedavg?"]),
