@@ -248,7 +248,9 @@ CASES = {
         {"penalty": 0.5},
         all_of(moved, _matters("gpfl", "decay", 0.0, 0.1)),
         lambda model: (model - 4 * _HEAD + _PROTOTYPES + _VALVE,) * 2,
-        training={"learning_rate": 0.03},
+        # BatchNorm of a last batch with one example and the valve's LayerNorm magnify a change of
+        # 1e-7 to 2e-4; without such batches to 2e-6.
+        training={"drop_last": True},
     ),
     "knn_per": Case({"neighbours": 3}, moved, _without(0)),
     "l2gd": Case({"pull": 0.4}, all_of(moved, _matters("l2gd", "pull", 0.0, 1.0)), _without(0)),
