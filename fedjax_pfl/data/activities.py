@@ -6,6 +6,7 @@ import numpy as np
 
 from fedjax_pfl.core.errors import UsageError, first_line
 from fedjax_pfl.data.dataset import Dataset, Normalisation, number_owners
+from fedjax_pfl.data.labels import class_numbers
 from fedjax_pfl.data.tables import find_path
 
 _SIGNALS = [f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"]
@@ -47,8 +48,8 @@ def har(path: str, *, signals: bool = True) -> Dataset:
     def read(part: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         folder = root / part
         label, subject = (
-            _read_numbers(name, folder / f"{file}_{part}.txt")[:, 0].astype(np.int64)
-            for file in ("y", "subject")
+            class_numbers(file.name, _read_numbers(name, file)[:, 0])
+            for file in (folder / f"y_{part}.txt", folder / f"subject_{part}.txt")
         )
         if signals:
             files = [folder / "Inertial Signals" / f"{signal}_{part}.txt" for signal in _SIGNALS]
@@ -119,7 +120,7 @@ def pamap2(path: str, *, length: int = 128) -> Dataset:
         rows = _read_numbers(name, file)
         if rows.shape[1] != _PAMAP2_COLUMNS:
             raise UsageError(f"{name}: {file.name} has {rows.shape[1]} columns instead of 54")
-        activity, x = rows[:, 1].astype(np.int64), _fill(rows[:, columns])
+        activity, x = class_numbers(file.name, rows[:, 1]), _fill(rows[:, columns])
         bounds = np.flatnonzero(np.diff(activity)) + 1
         for start, end in zip([0, *bounds], [*bounds, len(rows)], strict=True):
             label = int(activity[start])

@@ -7,6 +7,7 @@ import numpy as np
 
 from fedjax_pfl.core.errors import UsageError, first_line
 from fedjax_pfl.data.dataset import Dataset, arrays
+from fedjax_pfl.data.labels import class_numbers
 from fedjax_pfl.data.tables import find_path
 
 _MNIST = ("mnist_data.mat", "mnistm_with_label.mat")
@@ -34,7 +35,7 @@ def npz(path: str, *, train: str = "train", test: str = "test") -> Dataset:
         """Returns images and labels of a part, or None if the file has none."""
         for x, y in ((f"{part}_images", f"{part}_labels"), (f"x_{part}", f"y_{part}")):
             if x in content and y in content:
-                return _with_channels(content[x]), _labels(content[y])
+                return _with_channels(content[x]), _labels(name, content[y])
         return None
 
     members = {part.strip(): read(part.strip()) for part in train.split(",") if part.strip()}
@@ -56,11 +57,15 @@ def _with_channels(x: np.ndarray) -> np.ndarray:
     return x[..., None] if x.ndim == 3 and x.dtype == np.uint8 else x
 
 
-def _labels(y: np.ndarray) -> np.ndarray:
-    """Returns labels [n, 1] as classes [n], and integers [n, labels] as booleans."""
+def _labels(name: str, y: np.ndarray) -> np.ndarray:
+    """Returns labels [n, 1] as classes [n], and the integers 0 and 1 [n, labels] as booleans.
+
+    `name` is the file's, for messages.
+    """
     if y.ndim == 2 and y.shape[1] == 1:
         return y[:, 0]
-    return y.astype(bool) if y.ndim == 2 and y.dtype.kind in "iu" else y
+    is_multilabel = y.ndim == 2 and y.dtype.kind in "iu"
+    return class_numbers(name, y, end=2).astype(bool) if is_multilabel else y
 
 
 def digit5(path: str, *, size: int = 32) -> Dataset:
@@ -96,6 +101,10 @@ def _digit5_arrays(name: str, folder: Path) -> dict[str, list[tuple[np.ndarray, 
             raise UsageError(f"{name} has no file {file}; put the files of Digit-Five there")
         return loadmat(folder / file)
 
+    def digits(y: np.ndarray) -> np.ndarray:
+        """Returns labels as digits int [n]; 10 stands for 0."""
+        return class_numbers(name, np.reshape(y, -1), end=11) % 10
+
     domains: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     try:
         mnist, mnistm = map(load, _MNIST)
@@ -106,22 +115,24 @@ def _digit5_arrays(name: str, folder: Path) -> dict[str, list[tuple[np.ndarray, 
         for domain, pattern in _CROPPED.items():
             if domain == "syn" and (folder / "syn_number.mat").is_file():
                 syn = load("syn_number.mat")
-                domains["syn"] = [(syn[f"{p}_data"], _digits(syn[f"{p}_label"])) for p in _PARTS]
+                domains["syn"] = [(syn[f"{p}_data"], digits(syn[f"{p}_label"])) for p in _PARTS]
                 continue
             files = [load(pattern.format(p)) for p in _PARTS]
-            domains[domain] = [(f["X"].transpose(3, 0, 1, 2), _digits(f["y"])) for f in files]
+            domains[domain] = [(f["X"].transpose(3, 0, 1, 2), digits(f["y"])) for f in files]
         usps = load("usps_28x28.mat")["dataset"]
         domains["usps"] = [
-            (np.rint(255 * x).transpose(0, 2, 3, 1), _digits(y)) for x, y in (usps[0], usps[1])
+            (np.rint(255 * x).transpose(0, 2, 3, 1), digits(y)) for x, y in (usps[0], usps[1])
         ]
+    except UsageError:
+        raise
     except (KeyError, ValueError, TypeError, NotImplementedError, OSError, IndexError) as error:
+        # NotImplementedError: a file of MATLAB 7.3, which SciPy does not read.
         raise UsageError(f"{name}: a file is not one of Digit-Five: {first_line(error)}") from None
+    for domain, parts in domains.items():
+        for x, y in parts:
+            if len(x) != len(y):
+                raise UsageError(f"{name}: {domain} has {len(x)} images and {len(y)} labels")
     return domains
-
-
-def _digits(y: np.ndarray) -> np.ndarray:
-    """Returns labels as digits int [n]; 10 stands for 0."""
-    return np.asarray(y).reshape(-1).astype(np.int64) % 10
 
 
 def _resize(x: np.ndarray, size: int) -> np.ndarray:

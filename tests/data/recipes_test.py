@@ -234,3 +234,33 @@ def test_details_of_readers(tmp_path, monkeypatch):
     ):
         assert line in message(load, name)
     assert "no arrays val_images" in message(lambda: load("npz:chest.npz", train="val"))
+
+
+def test_labels_that_a_cast_would_change_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    digit_five()
+    y = np.full((12, 1), 13)
+    savemat("Digit-Five/svhn_train_32x32.mat", {"X": np.zeros((32, 32, 3, 12), np.uint8), "y": y})
+    images = {"train_images": np.zeros((4, 5, 5), np.uint8)}
+    np.savez("two.npz", **images, train_labels=2 * np.eye(4, 3, dtype=int))
+    har()
+    lines = Path("UCI HAR Dataset/train/y_train.txt").read_text().replace("1", "1.9", 1)
+    Path("UCI HAR Dataset/train/y_train.txt").write_text(lines)
+    pamap2()
+    rows = np.loadtxt("PAMAP2_Dataset/Protocol/subject101.dat")
+    for value, line in ((np.nan, "label nan in example 5"), (1.5, "label 1.5 in example 5")):
+        rows[5, 1] = value
+        np.savetxt("PAMAP2_Dataset/Protocol/subject101.dat", rows)
+        assert line in message(load, "pamap2:PAMAP2_Dataset/Protocol")
+    for name, line in (
+        (
+            "digit5:Digit-Five",
+            "digit5:Digit-Five: label 13 in example 0 is not an integer from 0 to 10",
+        ),
+        ("npz:two.npz", "label 2 in example 0 is not an integer from 0 to 1"),
+        ("har:UCI HAR Dataset", "y_train.txt: label 1.89"),
+    ):
+        assert line in message(load, name)
+    y[:] = 10
+    savemat("Digit-Five/svhn_train_32x32.mat", {"X": np.zeros((32, 32, 3, 11), np.uint8), "y": y})
+    assert "svhn has 11 images and 12 labels" in message(load, "digit5:Digit-Five")
