@@ -19,8 +19,8 @@ from tests.algorithms.linear import HEAD, KEY, A, X, Y, deep, kernels, softmax, 
 
 RATE, STEPS = 0.2, 3  # of `linear.make_classifier`
 PROTOTYPES = np.array(
-    [[[1.0, -1.0], [0.5, 2.0], [0.0, 0.0]], [[3.0, 0.5], [0.0, 0.0], [-1.0, 1.0]]]
-)  # of two clients
+    [[[1.0, -1.0], [0.5, 2.0], [7.0, 7.0]], [[3.0, 0.5], [7.0, 7.0], [-1.0, 1.0]]]
+)  # of two clients; (7, 7) is not sent
 SENT = np.array([[True, True, False], [True, False, True]])
 SHARING = ("fedproto", "fedtgp", "fedgh", "fml")
 
