@@ -27,8 +27,8 @@ from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared.initial_state import (
     initial_client_rows,
     initial_momentum,
-    model_shapes,
 )
+from fedjax_pfl.algorithms.shared.linear_head import head_layer, linear_head_width
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.model_training import fit_variables
 from fedjax_pfl.core import local_training, trees
@@ -40,7 +40,7 @@ from fedjax_pfl.core.algorithm import (
     PyTree,
     State,
 )
-from fedjax_pfl.core.errors import UsageError, require_at_least
+from fedjax_pfl.core.errors import require_at_least
 from fedjax_pfl.networks import features
 from fedjax_pfl.networks.init import dense
 
@@ -68,14 +68,6 @@ class Policy(nn.Module):
         a = nn.relu(nn.LayerNorm(epsilon=1e-5, name="norm")(a))
         shares = jax.nn.softmax(a.reshape(-1, 2, self.width), 1)
         return shares[:, 0], shares[:, 1]
-
-
-def head_layer(network: Any, variables: PyTree) -> PyTree:
-    """Returns the parameters of the network's last layer, `kernel` [d, C] and maybe `bias` [C]."""
-    layer = variables["params"]
-    for name in network.head.split("/"):
-        layer = layer[name]
-    return layer
 
 
 def direction(head: PyTree) -> jax.Array:
@@ -188,13 +180,7 @@ def fedcp(
         and of the downloaded body.
     """
     require_at_least("fedcp.penalty", penalty, 0)
-    d = features.width("fedcp", model, federation)
-    head_shapes = head_layer(model, model_shapes(model, federation))
-    if set(head_shapes) - {"bias"} != {"kernel"} or head_shapes["kernel"].shape[0] != d:
-        raise UsageError(
-            f"fedcp multiplies parts of the features with two heads, and {model.head} of this "
-            "network is not Dense; use such a layer as head"
-        )
+    d = linear_head_width("fedcp", model, federation)
     base = fedavg(model, training, federation)
 
     def init(key: jax.Array, start: State | None = None) -> State:

@@ -19,7 +19,11 @@ import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.local import LocalClient, local
 from fedjax_pfl.algorithms.shared.class_features import class_features
-from fedjax_pfl.algorithms.shared.initial_state import model_shapes
+from fedjax_pfl.algorithms.shared.linear_head import (
+    head_layer,
+    head_variables,
+    linear_head_width,
+)
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.model_training import model_trainer
 from fedjax_pfl.core import trees
@@ -80,13 +84,13 @@ def fedgh(
         base = local(model, training, federation)
         train_model = model_trainer(model, federation.task, training)
         with_features = features.WithFeatures(model)
-        _check_head(model, federation, d)
+        linear_head_width("fedgh", model, federation)
 
         def init(key: jax.Array, start: State | None = None) -> State:
             state = base.init(key, start)
             head, body = trees.split(state.clients.variables, {model.head})
             return State(
-                server=trees.row(head, 0)["params"][model.head],
+                server=head_layer(model, trees.row(head, 0)),
                 rows=(),
                 clients=LocalClient(body, state.clients.momentum),
             )
@@ -95,7 +99,7 @@ def fedgh(
             return state.server
 
         def joined(head: PyTree, body: PyTree) -> PyTree:
-            return trees.join({"params": {model.head: head}}, body)
+            return trees.join(head_variables(model, head), body)
 
         def train(payload: PyTree, client: LocalClient, ctx: ClientContext) -> ClientResult:
             start = joined(payload, client.variables)
@@ -121,18 +125,6 @@ def fedgh(
         )
 
     return share_server(models, for_network)
-
-
-def _check_head(model: Any, federation: Federation, d: int) -> None:
-    """Raises UsageError unless the head is a linear layer from d features to the classes."""
-    head = model_shapes(model, federation)["params"].get(model.head, {})
-    shapes = {name: getattr(leaf, "shape", None) for name, leaf in head.items()}
-    expected = {"kernel": (d, federation.outputs), "bias": (federation.outputs,)}
-    if "kernel" not in shapes or any(shapes[n] != expected.get(n) for n in shapes):
-        raise UsageError(
-            f"fedgh trains the head on the server, and {model.head} of this network is not one "
-            "Dense layer; use such a layer as head"
-        )
 
 
 FEDGH = Method(fedgh, title="FedGH", paper="Yi et al. 2023")

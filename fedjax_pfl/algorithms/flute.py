@@ -26,13 +26,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl.algorithms.fedcp import head_layer
 from fedjax_pfl.algorithms.shared.class_features import class_counts
 from fedjax_pfl.algorithms.shared.initial_state import (
     initial_momentum,
     initial_variables,
-    model_shapes,
 )
+from fedjax_pfl.algorithms.shared.linear_head import head_layer, linear_head_width
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.model_training import model_trainer
 from fedjax_pfl.core import local_training, trees
@@ -123,13 +122,7 @@ def flute(
         require_at_least(f"flute.{name}", value, 0)
     if not federation.task.has_classes or federation.outputs < 2:
         raise UsageError("flute compares classes; choose a dataset with classes, at least 2")
-    d = features.width("flute", model, federation)
-    shapes = head_layer(model, model_shapes(model, federation))
-    if "kernel" not in shapes or shapes["kernel"].shape != (d, federation.outputs):
-        raise UsageError(
-            f"flute compares rows of the head's kernel, and {model.head} of this network is not "
-            "Dense; use such a layer as head"
-        )
+    linear_head_width("flute", model, federation)
 
     def loss(outputs: Any, y: jax.Array, classes: Any) -> jax.Array:
         logits, penalties = outputs

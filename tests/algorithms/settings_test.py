@@ -205,7 +205,7 @@ OWN_PARAMETERS = (
         ("floco", WithoutHead(), "^floco mixes heads, and this network has no layer"),
         ("fedproto", WithoutHead(), "^fedproto compares the inputs of the head"),
         ("fedproto", (MLP(hidden=(4,)), MLP(hidden=(6,))), "^fedproto .* of lengths 4, 6; give"),
-        ("fedgh", FirstIsHead(), "^fedgh trains the head on the server, and fc1 .* Dense"),
+        ("fedgh", FirstIsHead(), "^fedgh needs a linear head, and fc1 .* Dense"),
         ("pfedhn_pc", MLP(hidden=()), "^pfedhn_pc .* has no other"),
         ("factorized_fl", ZeroHead(NETWORK), "^factorized_fl .* set zero_head=False"),
         *((n, PRETRAINED, f"^{n} needs random initial parameters") for n in OWN_PARAMETERS),
