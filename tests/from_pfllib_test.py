@@ -74,7 +74,7 @@ def test_fedavg_on_an_imported_partition_with_imported_weights(tmp_path, monkeyp
 
 def read(folder: Path) -> list[np.ndarray]:
     """Returns the weights and biases of both layers in PyTorch's layout."""
-    tensors, _ = tensor_file.read(folder / "weights.safetensors")
+    tensors = tensor_file.read(folder / "weights.safetensors")
     layers = sorted({name.rpartition(".")[0] for name in tensors})
     names = [f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
     return [np.float64(tensors[name]) for name in names]

@@ -16,7 +16,6 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -124,7 +123,7 @@ def to_torch(
       layers: As for `from_torch`, with `like`.
     """
     state = state_dict(network, variables, input_shape, like=like, layers=layers)
-    Path(path).write_bytes(tensor_file.encode(state))
+    tensor_file.safetensors_package().numpy.save_file(state, path)
 
 
 def state_dict(
@@ -152,7 +151,7 @@ def state_dict(
 
 def _read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Returns the arrays of a `state_dict` by name; UsageError for arrays without a counterpart."""
-    arrays, _ = tensor_file.read(path)
+    arrays = tensor_file.read(path)
     arrays = {name: v for name, v in arrays.items() if name.rpartition(".")[2] != _SKIPPED}
     for name, array in arrays.items():
         if name.rpartition(".")[2] not in _NORM.values():

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, Unpack
 import jax
 import numpy as np
 
-from fedjax_pfl.core import trees
+from fedjax_pfl.core import tensor_file, trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, PyTree
 from fedjax_pfl.core.errors import UsageError, first_line
 from fedjax_pfl.core.groups import group_algorithms, wrap_clients
 from fedjax_pfl.core.randomness import PERSONAL, stage_key
+from fedjax_pfl.core.tensor_file import safetensors_package
 from fedjax_pfl.data import ClientData, client_data
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs import checkpoints, run_directory
@@ -213,7 +214,7 @@ def pack(
         "classes": _as_list(data.classes),
     }
     arrays = _by_name(variables, run.algorithm)
-    return _safetensors().save(arrays, metadata={_KEY: json.dumps(facts)})
+    return safetensors_package().numpy.save(arrays, metadata={_KEY: json.dumps(facts)})
 
 
 def _input_scale(metadata: Mapping[str, Any], data: ClientData) -> dict[str, Any]:
@@ -269,13 +270,11 @@ def describe(path: str | Path) -> dict[str, Any]:
     Inputs are x * scale + shift if these are not None, computed in 64 bits. Output c is class c of
     the dataset, or the classes that `label_map` maps to c. `classes` says which outputs count.
     """
-    _safetensors()
-    from safetensors import SafetensorError, safe_open
-
+    package = safetensors_package()
     try:
-        with safe_open(path, framework="numpy") as file:
+        with package.safe_open(path, framework="numpy") as file:
             facts = json.loads((file.metadata() or {}).get(_KEY, "{}"))
-    except (OSError, SafetensorError, ValueError, RecursionError) as error:
+    except (OSError, package.SafetensorError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read: {first_line(error)}") from None
     if not isinstance(facts, dict) or facts.get("format") != _FORMAT:
         raise UsageError(f"{path} holds no model of this library")
@@ -290,7 +289,7 @@ def load(path: str | Path, model: Any = None) -> tuple[Any, PyTree]:
     """
     facts = describe(path)
     variables: dict[str, Any] = {}
-    for name, leaf in _safetensors().load_file(path).items():
+    for name, leaf in tensor_file.read(path).items():
         *parents, last = name.split("/")
         level = variables
         for parent in parents:
@@ -312,20 +311,9 @@ def load(path: str | Path, model: Any = None) -> tuple[Any, PyTree]:
 
 def check_folder(folder: Path) -> None:
     """Raises UsageError if safetensors is not installed or `folder` is a file or not empty."""
-    _safetensors()
+    safetensors_package()
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise UsageError(f"{folder} is not empty; choose another folder")
-
-
-def _safetensors() -> Any:
-    """Returns the module safetensors.numpy; raises UsageError if it is not installed."""
-    try:
-        import safetensors.numpy
-    except ImportError:
-        raise UsageError(
-            "models are written with safetensors, which is missing: install it"
-        ) from None
-    return safetensors.numpy
 
 
 def _client_ids(result: Result, clients: Sequence[int] | None) -> list[int]:

@@ -1,5 +1,7 @@
 """Weights of PyTorch networks, against forward passes in NumPy with channels first."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -185,3 +187,19 @@ def test_a_network_starts_with_given_variables(tmp_path):
     assert (pretrained.head, pretrained.layers) == ("fc3", network.layers)
     with pytest.raises(UsageError, match="do not have the names, shapes and dtypes"):
         networks.Pretrained(network.clone(outputs=6), variables).init(jax.random.key(1), x)
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path):
+    path = tmp_path / "w"
+    header = json.dumps({"a.weight": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}})
+    bfloat16 = len(header).to_bytes(8, "little") + header.encode() + bytes(4)
+    for content, line in (
+        (b"\x05", "cannot be read: Error while deserializing"),
+        (bfloat16, "an array of type 'BF16', which NumPy lacks; save it as float32"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match=f"^{path} .*{line}"):
+            torch_weights.from_torch(path, networks.MLP(), (4,))
+    path.unlink()
+    with pytest.raises(UsageError, match="No such file"):
+        torch_weights.from_torch(path, networks.MLP(), (4,))
