@@ -98,13 +98,16 @@ def read_provenance(directory: Path) -> dict[str, Any]:
 
 def examples_of(directory: Path, config: Mapping[str, Any]) -> str | None:
     """Returns the digest of a run's examples, "" if it reads no files, or None if unknown."""
-    return read_examples(directory) if reads_own_files(str(config.get("dataset"))) else ""
+    return read_digest(directory) if reads_own_files(str(config.get("dataset"))) else ""
 
 
-def read_examples(directory: Path) -> str | None:
-    """Returns the digest of the examples in data.json, or None if that is missing or damaged."""
+def read_digest(directory: Path, key: str = "digest") -> str | None:
+    """Returns the digest of the examples in data.json, or None if that is missing or damaged.
+
+    `key` is "digest", or "initial_weights" for the digest of that file.
+    """
     try:
-        return str(_json(directory / EXAMPLES)["digest"])
+        return str(_json(directory / EXAMPLES)[key])
     except (OSError, ValueError, KeyError):
         return None
 

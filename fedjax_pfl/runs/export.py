@@ -21,7 +21,8 @@ from fedjax_pfl.core.tensor_file import safetensors_package
 from fedjax_pfl.data import ClientData, client_data
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs import checkpoints, run_directory
-from fedjax_pfl.runs.build import build, example_facts
+from fedjax_pfl.runs.build import build
+from fedjax_pfl.runs.example_facts import example_facts
 from fedjax_pfl.runs.network_json import from_json, lists_to_tuples, to_json
 from fedjax_pfl.runs.result import Result, make_result
 from fedjax_pfl.runs.resume import restore, state_templates

@@ -285,22 +285,23 @@ def write_examples(directory: Path, facts: Mapping[str, Any]) -> None:
 
 
 def check_examples(directory: Path, facts: Mapping[str, Any]) -> None:
-    """Raises UsageError if the digest in `facts` is not that of data.json, or data.json has none.
+    """Raises UsageError if a digest in `facts` is not that of data.json, or data.json has none.
 
     Passes if `facts` has no digest.
     """
-    saved_digest = run_reader.read_examples(directory)
-    if "digest" not in facts or saved_digest == facts["digest"]:
-        return
-    if saved_digest is None:
+    for key, content in (("digest", "examples"), ("initial_weights", "initial weights")):
+        saved_digest = run_reader.read_digest(directory, key)
+        if key not in facts or saved_digest == facts[key]:
+            continue
+        if saved_digest is None:
+            raise UsageError(
+                f"{directory / run_reader.EXAMPLES} is missing or damaged, so the {content} of "
+                "this run are unknown; restore the file from a copy, or choose another workdir"
+            )
         raise UsageError(
-            f"{directory / run_reader.EXAMPLES} is missing or damaged, so the examples of this run "
-            "are unknown; restore the file from a copy, or choose another workdir"
+            f"{directory} was begun with other {content}: the files that it reads have changed "
+            "since; restore them, or choose another workdir"
         )
-    raise UsageError(
-        f"{directory} was begun with other examples: the files that it reads have changed "
-        "since; restore them, or choose another workdir"
-    )
 
 
 def write_plans(directory: Path, plans: Sequence[Plan]) -> None:

@@ -14,7 +14,8 @@ from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.core.errors import UsageError, first_line
 from fedjax_pfl.report import loggers, method_labels
 from fedjax_pfl.runs import checkpoints, progress, reference_runs, run_directory, sweep_settings
-from fedjax_pfl.runs.build import Experiment, build, example_facts, fixed_length_reason
+from fedjax_pfl.runs.build import Experiment, build, fixed_length_reason
+from fedjax_pfl.runs.example_facts import example_facts
 from fedjax_pfl.runs.interrupt import Stop, on_keyboard
 from fedjax_pfl.runs.result import Result, make_result, run_record, write_report
 from fedjax_pfl.runs.resume import group_by_checkpoint, resume

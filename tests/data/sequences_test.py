@@ -8,7 +8,8 @@ import pytest
 
 from fedjax_pfl.data import federate, load, require_available
 from fedjax_pfl.presets.fedmn import get_config
-from fedjax_pfl.runs.build import build, example_facts
+from fedjax_pfl.runs.build import build
+from fedjax_pfl.runs.example_facts import example_facts
 from tests.commands import message
 
 PLAY = """First Citizen:

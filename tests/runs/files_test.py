@@ -4,12 +4,15 @@ import json
 import re
 import subprocess
 
+import chex
+import jax
 import numpy as np
 import pytest
 
 import fedjax_pfl
 from fedjax_pfl.report import comparison, references, run_reader
 from fedjax_pfl.runs import build, export, run_directory
+from fedjax_pfl.runs.example_facts import example_facts
 from fedjax_pfl.settings import configuration, custom, selection
 from tests.commands import message
 
@@ -45,24 +48,24 @@ def test_a_file_name_selects_the_settings_of_its_source(tmp_path):
 def test_a_changed_file_is_refused(tmp_path):
     experiment = built(table(tmp_path))
     assert experiment.remarks == (f"2 of the 3 owners of csv:{tmp_path}/t.csv are clients",)
-    facts = build.example_facts(experiment)
+    facts = example_facts(experiment)
     assert (facts["label"], facts["input"]) == ("y", ["x"])
     assert facts["score_deviation"] == pytest.approx(1)  # normalised targets
     (tmp_path / "checkpoints").mkdir()  # as after a kill before the first checkpoint
     for _ in range(2):
         run_directory.write_examples(tmp_path, facts)
     assert json.loads((tmp_path / "data.json").read_text()) == facts
-    assert run_reader.read_examples(tmp_path) == facts["digest"]
+    assert run_reader.read_digest(tmp_path) == facts["digest"]
     settings = table(tmp_path)
     replace(tmp_path, "c,", "cc,")  # another name of an owner
-    changed = build.example_facts(built(settings))
+    changed = example_facts(built(settings))
     line = message(run_directory.write_examples, tmp_path, changed)
     assert "begun with other examples" in line
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"label": "y"}'])
 def test_a_run_without_a_valid_digest_is_refused(tmp_path, content):
-    facts = build.example_facts(built(table(tmp_path)))
+    facts = example_facts(built(table(tmp_path)))
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
     if content is not None:
         (tmp_path / "data.json").write_text(content)
@@ -88,6 +91,22 @@ def test_runs_on_different_examples_are_not_compared(tmp_path):
     assert "begun with other examples" in message(export.load_result, folder / "local")
 
 
+def test_a_run_starts_with_weights_of_pytorch(tmp_path):
+    """The rate is so small that no weight changes. Another file is refused later."""
+    network, path = fedjax_pfl.networks.MLP(1, (2,)), tmp_path / "w.safetensors"
+    variables = network.init(jax.random.key(7), np.zeros((1, 1), np.float32))
+    fedjax_pfl.to_torch(path, network, variables, (1,))
+    settings = {**table(tmp_path), "rounds": 1, "batch_size": 2, "initial_weights": str(path)}
+    settings |= {"algorithm": "fedavg", "learning_rate": 1e-20, "evaluate_after": False}
+    result = fedjax_pfl.run(settings, tmp_path / "run")
+    chex.assert_trees_all_equal(result.state.server, variables)
+    fedjax_pfl.to_torch(path, network, jax.tree.map(lambda w: w + 1, variables), (1,))
+    line = message(fedjax_pfl.run, settings, tmp_path / "run")
+    assert "begun with other initial weights" in line
+    path.unlink()
+    assert "w.safetensors cannot be read: No such file" in message(built, settings)
+
+
 def test_the_deviation_of_targets_uses_training_examples():
     x, y = np.zeros((8, 2), np.float32), np.array([1.0, 9, 5, 5, 1, 9, 5, 5])
     settings = {"partition": "iid", "clients": 2, "test_fraction": 0.5, "model": "mlp"}
@@ -98,14 +117,14 @@ def test_the_deviation_of_targets_uses_training_examples():
     rows = np.concatenate([r[:n] for r, n in zip(train.rows, train.size, strict=True)])
     assert len(rows) == 4
     deviation = pytest.approx(np.std(y[rows]))
-    assert build.example_facts(experiment) == {"score_deviation": deviation}
+    assert example_facts(experiment) == {"score_deviation": deviation}
 
 
 def test_mixed_owners_give_a_remark(tmp_path):
     experiment = built({**table(tmp_path), "partition": "iid"})
     line = f"csv:{tmp_path}/t.csv has 3 owners, and partition=iid mixes"
     assert experiment.remarks[0].startswith(line)
-    assert build.example_facts(built({})) == {}
+    assert example_facts(built({})) == {}
 
 
 def test_a_network_that_does_not_suit_the_data_is_refused(tmp_path):

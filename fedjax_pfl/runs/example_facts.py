@@ -1,0 +1,36 @@
+"""Facts about a run's examples and initial weights beyond its configuration."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedjax_pfl import data
+from fedjax_pfl.runs.build import Experiment
+
+
+def example_facts(experiment: Experiment) -> dict[str, Any]:
+    """Returns the content of data.json: facts about the examples beyond the configuration.
+
+    These are the metadata of the dataset, `score_deviation` (of float targets, `_target_deviation`)
+    and digests of files of the user: `digest` of examples, `initial_weights` of PyTorch's weights.
+    """
+    facts = dict(experiment.federation.metadata or {})
+    if np.issubdtype(experiment.data.y.dtype, np.floating):
+        facts["score_deviation"] = _target_deviation(experiment.data)
+    if data.reads_own_files(experiment.phases[0].config.dataset):
+        owners = np.array(experiment.federation.owners or (), str)
+        arrays = map(np.asarray, jax.tree.leaves(experiment.data))
+        facts["digest"] = data.digest([*arrays, owners])
+    if path := experiment.phases[0].config.initial_weights:
+        facts["initial_weights"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    return facts
+
+
+def _target_deviation(examples: data.FederatedData) -> float:
+    """Returns the RMS error, over training examples and targets, of predicting target means."""
+    rows, size = (np.asarray(part) for part in examples.train)
+    used = rows[np.arange(rows.shape[1]) < size[:, None]]
+    return float(np.sqrt(np.mean(np.var(np.asarray(examples.y)[used], 0, dtype=np.float64))))
