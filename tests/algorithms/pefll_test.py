@@ -43,10 +43,15 @@ def generate(phi, v):
     ]
 
 
+def by_symbol(embedding, hypernetwork):
+    """Returns trees for the two networks in float64."""
+    return jax.tree.map(np.float64, {"psi": embedding, "phi": hypernetwork})
+
+
 def networks(state):
     """Returns the parameters of both networks in float64."""
     server = jax.device_get(state.server)
-    return jax.tree.map(np.float64, {"psi": server.embedding, "phi": server.hypernetwork})
+    return by_symbol(server.embedding, server.hypernetwork)
 
 
 def train_by_hand(a, head, x, y):
@@ -88,11 +93,13 @@ def test_one_round_by_hand():
         chex.assert_trees_all_close(list(kernels(served)), theta, rtol=4e-6, atol=4e-7)
     after = linear.receive(algorithm, state, [4, 3], uploads, [True, True])
 
-    def first_step_of_adam(p, g, h):
-        g = (g + h) / 2 + DECAY * p
-        return p - SERVER_RATE * g / (np.abs(g) + 1e-8)
-
-    expected = jax.tree.map(first_step_of_adam, nets, *gradients)
+    # Adam's first step has hardly more than the signs of the gradient, its mean has all of it.
+    gradient = jax.tree.map(lambda p, g, h: (g + h) / 2 + DECAY * p, nets, *gradients)
+    means = by_symbol(**after.server.moments[2][0].mu)
+    chex.assert_trees_all_close(
+        means, jax.tree.map(lambda g: 0.1 * g, gradient), rtol=4e-5, atol=4e-7
+    )
+    expected = jax.tree.map(lambda p, g: p - SERVER_RATE * g / (np.abs(g) + 1e-8), nets, gradient)
     chex.assert_trees_all_close(networks(after), expected, rtol=4e-5, atol=4e-7)
     v = np.stack([upload["descriptor"] for upload in uploads])
     np.testing.assert_array_equal(after.rows.descriptor, v)
