@@ -75,7 +75,7 @@ def moon(
 ) -> Algorithm:
     """Creates MOON: FedAvg with a contrastive loss on the features.
 
-    The loss keeps them near those of the global model and away from those of the client's previous
+    The loss keeps them near the global model's and away from features of the client's previous
     model. The server stores the same as FedAvg, clients store `Client`.
 
     Args:

@@ -328,7 +328,7 @@ def scale_and_shift(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns float32 arrays (scale, shift), [channels], that standardise uint8 pixels.
 
-    A pixel becomes x * scale + shift. `mean` and `std` are those of each channel in [0, 1].
+    A pixel becomes x * scale + shift. `mean` and `std` are the channels', in [0, 1].
     """
     m, s = np.array(mean), np.array(std)
     return (1 / (255 * s)).astype(np.float32), (-m / s).astype(np.float32)

@@ -78,7 +78,7 @@ def synthetic(
 def _table(name: str, summary: str) -> Callable[..., Dataset]:
     """Returns a function that loads one of scikit-learn's tables as a dataset, without a test set.
 
-    `name` is that of the table, such as iris; `summary` is the first line of its docstring.
+    `name` is the table's, such as iris; `summary` is the first line of its docstring.
     """
 
     def source(*, normalise: str = "federation") -> Dataset:

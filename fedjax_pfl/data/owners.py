@@ -80,7 +80,7 @@ def assign_parts(
     per_owner: int,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """Assigns examples to the clients of their owners, whose numbers of examples differ by one.
+    """Assigns each owner's examples to its clients; their numbers differ by at most one.
 
     Returns the client of each example, int32 [examples], -1 if its owner is not sampled.
 

@@ -101,7 +101,7 @@ _CONSTRUCTORS = {
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """An unpickler with constructors of its own for the names that NumPy writes."""
+    """An unpickler with safe constructors for the names that NumPy writes."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Returns the constructor for a name; raises UnpicklingError for all other names."""
@@ -117,7 +117,7 @@ def _to_bytes(content: Any) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """Returns a value with arrays and numbers in the place of what the pickle constructed."""
+    """Returns a value with arrays and numbers instead of constructed records."""
     if isinstance(value, _Value):
         if isinstance(value, _DType) or value.value is None:
             raise pickle.UnpicklingError("it has a dtype or an array without content")

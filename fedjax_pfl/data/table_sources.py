@@ -79,7 +79,7 @@ def _json_lines(path: str, test: str) -> Tables:
 
 
 def _parquet(path: str, test: str) -> Tables:
-    """Reads Parquet files; the test table is that of the path `test` if it is not empty."""
+    """Reads Parquet files; `test` is the path of the test table, or empty."""
     train, own_test = tables.read_parquet(path)
     return train, tables.read_parquet(test)[0] if test else own_test
 

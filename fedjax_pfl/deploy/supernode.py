@@ -42,7 +42,7 @@ def write_commands(folder: Path) -> Path:
 def main(arguments: Sequence[str]) -> None:
     """Replaces this process by a SuperNode.
 
-    The arguments are the node's folder and those of flower-supernode.
+    The arguments are the node's folder and flower-supernode's arguments.
     """
     if not arguments or arguments[0].startswith("-"):
         raise UsageError("the first argument must be the node's folder")

@@ -11,7 +11,7 @@ from fedjax_pfl.networks.lowerings.conv import lowering, max_pool
 class CNN(LeNet):
     """LeNet with 32 and 64 kernels and one hidden layer; 2,278,334 parameters on 28x28x1 images.
 
-    Arguments are those of `LeNet`, with other defaults.
+    Arguments as for `LeNet`, with other defaults.
 
     References: Marfoq et al., "Federated Multi-Task Learning under a Mixture of Distributions"
     (2021), whose test bed FedMN uses.

@@ -67,7 +67,7 @@ def width(method: str, network: Any, federation: Federation) -> int:
 def common_width(method: str, networks: Any, federation: Federation) -> int:
     """Returns the length d of the features of all networks. Raises UsageError if it differs.
 
-    `networks` is a network or a tuple of them; the other arguments are those of `width`.
+    `networks` is a network or a tuple of them; other arguments as for `width`.
     """
     networks = networks if isinstance(networks, tuple) else (networks,)
     widths = [width(method, network, federation) for network in networks]

@@ -6,7 +6,7 @@ from fedjax_pfl.networks.lenet import LeNet
 class SmallCNN(LeNet):
     """LeNet with 3x3 kernels and SAME padding; 9,258 parameters on 8x8x1 images.
 
-    Arguments are those of `LeNet`, with other defaults.
+    Arguments as for `LeNet`, with other defaults.
     """
 
     dense: tuple[int, ...] = (32,)

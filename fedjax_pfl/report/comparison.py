@@ -46,7 +46,7 @@ class Summary(NamedTuple):
 class PairedTest(NamedTuple):
     """Client-wise comparison of two rows; each client's difference is a mean over seeds."""
 
-    difference: float  # mean over clients of the score of the row minus that of the baseline
+    difference: float  # mean over clients of the row's score minus the baseline's
     p: float  # two-sided Wilcoxon signed-rank test; 1 if there is no difference
     pairs: int  # number of clients
     better: int  # clients for which the row is better

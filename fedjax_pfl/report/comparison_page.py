@@ -96,7 +96,7 @@ def _table(
     Args:
       title: Heading on the page.
       caption: Caption.
-      heads: Column heads, without that of the labels.
+      heads: Column heads, without the labels' head.
       rows: Rows of the comparison and their cells, one for each head.
       best: Directions of the columns, as in `Table.best`.
     """

@@ -1,7 +1,7 @@
 """Figures of a run: pure functions from recorded numbers to matplotlib figures.
 
 Blue circles show the model as served, vermilion squares the model after local training. The colours
-are those of Okabe and Ito. Markers and line styles repeat the distinction for readers who cannot
+are by Okabe and Ito. Markers and line styles repeat the distinction for readers who cannot
 tell the colours apart. The background is white, for print.
 """
 
@@ -69,7 +69,7 @@ def draw(
 def _over_rounds(
     metrics: Sequence[Record], metric: Metric, reference_curves: Mapping[str, Curve]
 ) -> Picture:
-    """Draws scores over rounds, before and after local training, and those of reference runs.
+    """Draws scores over rounds, before and after local training, also of reference runs.
 
     Lines are the mean over clients with a band of one standard deviation, and the worst tenth.
     """
@@ -118,7 +118,7 @@ def _over_bytes(
 ) -> Picture | None:
     """Draws mean scores over bytes moved, or returns None if no bytes moved.
 
-    Arguments are those of `_over_rounds`.
+    Arguments as for `_over_rounds`.
     """
     moved = [number(r.get("bytes_down")) + number(r.get("bytes_up")) for r in metrics]
     if not any(total > 0 for total in moved):

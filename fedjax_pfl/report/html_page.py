@@ -54,7 +54,7 @@ def svg_file(figure: Figure, name: str) -> str:
 
 
 def _svg(figure: Figure, name: str, **options: Any) -> str:
-    """Returns the text of an SVG file; `options` are those of `Figure.savefig`."""
+    """Returns the text of an SVG file; `options` as for `Figure.savefig`."""
     buffer = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", metadata={"Date": None}, **options)
@@ -64,7 +64,7 @@ def _svg(figure: Figure, name: str, **options: Any) -> str:
 def svg(figure: Figure, name: str) -> str:
     """Returns a figure as an HTML <svg> element; its ids start with `name`, unique on the page.
 
-    Colours are CSS variables of the page, so that they adapt to dark mode.
+    Colours are CSS variables of the page, which adapt to dark mode.
     """
     text = _svg(figure, name, transparent=True)
     text = text[text.index("<svg") :]

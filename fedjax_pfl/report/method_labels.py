@@ -45,7 +45,7 @@ def diagnostics(config: Mapping[str, Any]) -> Mapping[str, Diagnostic]:
 
 
 def label(config: Mapping[str, Any]) -> str:
-    """Returns a run's method with its paper as text; those of several phases in order."""
+    """Returns a run's method with its paper as text; of several phases in order."""
     names = [str(phase.get("algorithm", "?")) for phase in phases(config)]
     labels = [METHODS[n].label if n in METHODS else f"{n}, a method of your own" for n in names]
     return ", then ".join(dict.fromkeys(labels))

@@ -155,7 +155,7 @@ def _seconds(value: Any) -> str:
 
 
 def _time_clauses(last: Record, unit: str) -> tuple[str, str]:
-    """Returns a clause on the seconds of evaluations and one on those of checkpoints.
+    """Returns a clause on the seconds of evaluations and one on the seconds of checkpoints.
 
     Each is "" if not measured. `last` is the last line of metrics.jsonl; `unit` follows the number.
     """

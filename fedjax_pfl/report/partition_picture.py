@@ -167,7 +167,7 @@ def _bubbles(axes: Axes, counts: np.ndarray, column: str) -> None:
 
 
 def _heat(figure: Figure, axes: Axes, counts: np.ndarray, column: str) -> None:
-    """Draws a heat map of the square root of `counts` [N, C], so that small numbers are visible."""
+    """Draws a heat map of the square root of `counts` [N, C], which shows small numbers."""
     image = axes.imshow(
         np.ma.masked_equal(counts, 0),
         aspect="auto",

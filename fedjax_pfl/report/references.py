@@ -146,7 +146,7 @@ def different_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> l
 def sentence(run: Run, name: str, reference: Run) -> str:
     """Returns sentences that compare a run with a reference run, before and after local training.
 
-    They end with the other settings that differ.
+    They end with other settings that differ.
 
     Args:
       run: The run.
@@ -158,7 +158,7 @@ def sentence(run: Run, name: str, reference: Run) -> str:
 
 
 def comparable(run: Run, reference_runs: Mapping[str, Run]) -> dict[str, Run]:
-    """Returns those of `reference_runs`, by label, that differ from a run only in the method."""
+    """Returns the runs of `reference_runs`, by label, that differ from a run only in the method."""
     return {
         name: other
         for name, other in reference_runs.items()

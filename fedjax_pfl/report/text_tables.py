@@ -36,7 +36,7 @@ class Table(NamedTuple):
     """A table of text cells; each row starts with its label."""
 
     caption: str
-    heads: list[str]  # column heads, without that of the labels
+    heads: list[str]  # column heads, without the labels' head
     rows: list[list[str]]  # [label, cell for each head]
     variants: Sequence[list[str]] = ()  # rows of this library's variants of methods
     title: str = ""  # heading on a page

@@ -60,7 +60,7 @@ def model_trainer(model: Any, task: Task, training: Training) -> Trainer:
     """Returns a function that trains some or all layers of a model.
 
     It is (variables, optimizer_state, ctx, frozen={}) -> (variables, optimizer_state, metrics), as
-    for `fit_variables`. `variables` are those of the layers that train, `frozen` those of all other
+    for `fit_variables`. `variables` belong to the layers that train, `frozen` to all other
     layers. Frozen layers have no gradient, decay or momentum. Their BatchNorm statistics do not
     change, although they normalise by the batch.
     """

@@ -116,7 +116,7 @@ def _product(a: jax.Array, b: jax.Array, axes: tuple[int, int], precision: Any) 
 
 
 def _tiled(x: jax.Array, k: jax.Array, precision: Any) -> jax.Array:
-    """Convolves x [B, H, W, C] with k like `convolution`, without a gradient of its own."""
+    """Convolves x [B, H, W, C] with k like `convolution`, without a gradient rule."""
     (b, h, w, _), side, o = x.shape, k.shape[0], k.shape[3]
     a_t, (th, tw) = _transforms(side)[0], _grid(x, side)
     m = [
