@@ -65,7 +65,7 @@ GRIDS = {
     "fedas": "fedas.align_rate=.01,.1",
     "fedbabu": "fedbabu.epochs=1,5; fedbabu.rate=.005,.02",
     "fedcp": "fedcp.penalty=.1,1,5",
-    "feddbe": "feddbe.penalty=1,10,50",
+    "feddbe": "feddbe.penalty=.01,.1,1,10,50",
     "feddyn": "feddyn.alpha=.01,.1",
     "fedem": "fedem.components=2,3",
     "fedfomo": "fedfomo.peers=3,5",
