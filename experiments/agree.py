@@ -50,10 +50,7 @@ class Gap(NamedTuple):
 def gap(library: Mapping[str, np.ndarray], rival: Mapping[str, np.ndarray], t: int) -> Gap:
     """Returns the gap after t rounds over the parameters that both libraries have.
 
-    Args:
-      library: Parameters of this library by ROUND/OWNER/NAME.
-      rival: Parameters of the rival, by the same names.
-      t: Number of rounds.
+    Parameters are keyed by ROUND/OWNER/NAME.
     """
 
     def part(is_server: bool) -> float | None:
@@ -72,10 +69,7 @@ def gap(library: Mapping[str, np.ndarray], rival: Mapping[str, np.ndarray], t: i
 def verdict(first: Gap, last: Gap, rival: Rival) -> dict[str, Any]:
     """Returns the verdict on a method, as the results file holds it.
 
-    Args:
-      first: Gap after one round.
-      last: Gap after all rounds.
-      rival: The method in the other library.
+    `first` is the gap after one round, `last` the gap after all rounds.
     """
     entry = {"after 1": first._asdict(), "after all": last._asdict()}
     if max(first.worst, last.worst) < ROUNDING:
@@ -161,14 +155,9 @@ def rival_accuracies(
 def accuracies(
     sides: Sequence[Side], methods: Sequence[str], seeds: int, rounds: int, out: str | None
 ) -> scored.Results:
-    """Returns accuracies of this library and others.
+    """Returns accuracies of this library and others, written to `out` after each method.
 
-    Args:
-      sides: The other libraries.
-      methods: Names of the methods.
-      seeds: Number of seeds.
-      rounds: Number of rounds.
-      out: File to write after each method. If it exists, methods in it are not run again.
+    Methods that the file already has are not run again.
     """
     commits = {side.library: rivals.commit(side.checkout) for side in sides}
     results: scored.Results = {"rounds": rounds, "seeds": seeds, "commits": commits}

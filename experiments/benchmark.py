@@ -80,9 +80,9 @@ def measured(
     """Returns the measurements of a workload, as the JSON file holds them.
 
     Args:
-      name: Name of the workload.
+      name: Name of the workload, for messages.
       item: The workload.
-      commands: The command of each rival's adapter, and the folder of its checkout.
+      commands: Command and checkout of each rival.
       repeats: Number of turns.
       limit: Most seconds for an answer of a rival.
       few: The same work with few clients, to compare the time of a step with.

@@ -120,13 +120,7 @@ def plan(configs: dict[str, ConfigDict], budget: int) -> list[Trial]:
 def run_trial(trial: Trial, seeds: int, out: Path, *, only_show: bool = False) -> dict[str, Any]:
     """Tunes a method, runs the best point with other seeds, and returns its line of the table.
 
-    Returns {} if a run is not finished.
-
-    Args:
-      trial: The method and the points to try.
-      seeds: Number of scored seeds.
-      out: Folder of the split.
-      only_show: Whether to read existing runs only.
+    Returns {} if a run is not finished. With `only_show` it only reads the runs in `out`.
     """
     tuning, running = out / "tuning", out / "runs"
     if not only_show:
@@ -160,13 +154,7 @@ def run_trial(trial: Trial, seeds: int, out: Path, *, only_show: bool = False) -
 
 
 def select(requested: Sequence[str], existing: Mapping[str, Any], flag: str) -> list[str]:
-    """Returns the requested names, or all if there are none; raises UsageError for unknown ones.
-
-    Args:
-      requested: Names from the command line.
-      existing: All names.
-      flag: Name of the flag, for the message.
-    """
+    """Returns the requested names, or all if there are none; raises UsageError for unknown ones."""
     for name in requested:
         if name not in existing:
             raise UsageError(f"--{flag} has {name!r}{configuration.suggestion(name, existing)}")

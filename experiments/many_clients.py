@@ -62,14 +62,7 @@ _MODELS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
 def make_functions(
     method: str, clients: int, cohort: int, model: str = "lenet"
 ) -> tuple[RoundFunctions, FederatedData]:
-    """Returns the rounds of a method, and the clients' examples.
-
-    Args:
-      method: Name of the method.
-      clients: Number of clients.
-      cohort: Clients in a round.
-      model: lenet or mlp.
-    """
+    """Returns the rounds of a method, and the clients' examples."""
     rng, (network, shape) = np.random.default_rng(0), _MODELS[model]
     images = rng.integers(0, 256, (_POOL, *shape), np.uint8)
     labels = rng.integers(0, 10, _POOL, np.int32)
@@ -106,17 +99,8 @@ def measure(
 ) -> dict[str, Any]:
     """Measures bytes, and CPU seconds of a client step and of an evaluation, in this process.
 
-    Args:
-      method: Name of the method.
-      clients: Number of clients.
-      cohort: Clients in a round.
-      rounds: Number of timed rounds.
-      store: device, host or disk.
-      written: Clients whose state is written before the first round.
-      model: lenet or mlp.
-
-    Returns:
-      The entry of the results file.
+    Returns the entry of the results file. `written` clients have state in the store before the
+    first round.
     """
     few, few_data = make_functions(method, 10, 10, model)
     few_program: Any = DeviceProgram(compile_rounds(few), jax.random.key(0), few_data)
@@ -169,18 +153,9 @@ def measure(
 def measure_library(
     command: Sequence[str], checkout: str, clients: int, cohort: int, most: float, limit: float
 ) -> dict[str, Any]:
-    """Measures the memory of another library that trains two cohorts by FedAvg.
+    """Measures the peak in bytes of another library that trains two cohorts by FedAvg.
 
-    Args:
-      command: Its Python and its adapter.
-      checkout: Folder of its checkout.
-      clients: Number of clients.
-      cohort: Clients in a round.
-      most: GiB that its process may have.
-      limit: Most seconds for an answer.
-
-    Returns:
-      The number of clients and the peak in bytes. Raises Gone if the library fails.
+    Its process may have `most` GiB and take `limit` seconds per answer. Raises Gone if it fails.
     """
     few = min(cohort, clients)
     work = Work("", clients=clients, cohort=few, examples=_TRAIN, batch=_BATCH)
@@ -201,10 +176,7 @@ def measure_libraries(
 ) -> None:
     """Measures libraries with more and more clients, each until it fails.
 
-    Args:
-      keys: Names of the libraries.
-      results: Content of the results file by label; extended in place.
-      out: The results file.
+    `results`, rows by label, is extended in place and written to `out`.
     """
     flag: Any = flags.FLAGS
     for key in keys:

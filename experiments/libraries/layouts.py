@@ -54,13 +54,8 @@ def measured(
     """Returns the median milliseconds of a client step in every layout.
 
     Each layout is timed in turns with the first one before the next is compiled, because compiling
-    for a GPU times candidate kernels. An interrupted measurement keeps its finished layouts.
-
-    Args:
-      network: Name of the network.
-      size: Clients and steps.
-      repeats: Number of turns.
-      save: Receives the result so far after each layout.
+    for a GPU times candidate kernels. `save` gets the result so far after each layout, so an
+    interrupted measurement keeps its finished layouts.
     """
     layouts_of_network = layouts(size)
     steps = size.clients * size.steps

@@ -15,12 +15,9 @@ _LIBRARIES = ("library", "torch", "fl_bench", "pfllib", "fedjax")  # in the orde
 def draw(
     points: Mapping[str, Mapping[int, float]], names: Mapping[str, str], caption: str
 ) -> Figure:
-    """Draws a curve per library on logarithmic axes.
+    """Draws a curve per library on logarithmic axes, with a caption such as the machine.
 
-    Args:
-      points: Milliseconds by library and number of clients.
-      names: Titles of the rivals.
-      caption: Text below the axes, such as the machine.
+    `points` has milliseconds by library and number of clients, `names` the titles of the rivals.
     """
     figure, axes = drawing.new_axes("LeNet: time of one client step", 4.4)
     styles = zip(

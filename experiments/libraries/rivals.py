@@ -106,13 +106,7 @@ class Child:
     """Process of an adapter, with the protocol of `third_party/child.py`."""
 
     def __init__(self, command: Sequence[str], spec: Mapping[str, Any], limit: float) -> None:
-        """Starts the process in an empty folder.
-
-        Args:
-          command: Python and the adapter.
-          spec: Description of the work.
-          limit: Most seconds that an answer may take.
-        """
+        """Starts an adapter in an empty folder; an answer may take `limit` seconds."""
         self._limit = limit
         self._folder = tempfile.TemporaryDirectory()
         self._errors = Path(self._folder.name, "errors.txt")

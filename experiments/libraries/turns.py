@@ -36,15 +36,9 @@ def take(
 ) -> tuple[list[Turn], dict[str, str]]:
     """Times the library and every rival in turn: A B A B ...
 
-    Args:
-      library: Runs the library once and returns seconds.
-      rivals: The same for each rival, by name.
-      peak: Returns the FLOP/s that the machine reaches now.
-      repeats: Number of turns.
-      few: Runs the library with few clients and returns seconds.
-
-    Returns:
-      The turns, and for each rival that failed the reason.
+    Each function runs its library once and returns seconds; `few` is this library with few
+    clients, `peak` returns the FLOP/s that the machine reaches now. Returns the turns, and for each
+    rival that failed the reason.
     """
     turns, failures = [], {}
     for _ in range(repeats):
@@ -131,12 +125,7 @@ HEADS = ["seconds", "ms per client step", "speedup", "range", "compile (s)", "of
 
 
 def table(results: Mapping[str, Any], names: Mapping[str, str]) -> Table:
-    """Returns a table with a row for each workload and library.
-
-    Args:
-      results: Results by workload, as `experiments.benchmark` writes them.
-      names: Titles of the rivals.
-    """
+    """Returns a table with a row for each workload and library; `names` are the rivals' titles."""
     rows = []
     for item in results.values():
         for name, entry in item["who"].items():

@@ -174,14 +174,8 @@ def comparison(
 ) -> list[text_tables.Table]:
     """Returns a table of published and own numbers, their length and whether they agree.
 
-    The table's second measure is shown if all chosen cells have it.
-
-    Args:
-      folder: Folder of cells.json.
-      tables: All tables by name.
-      table: Name of the table.
-      columns: Its columns to show.
-      rows: Its rows to show. Default: all that were run.
+    It shows `rows` (default: all that were run) and `columns` of the table named `table`, and its
+    second measure if all these cells have it. `folder` has cells.json.
     """
     cells = {(cell.row, cell.column): cell for cell in read(folder, tables) if cell.table == table}
     places = product(rows or tables[table].rows, columns)

@@ -18,15 +18,8 @@ ON_CURVES = (accuracy, after, best)  # measures whose values are on the curves
 def picture(name: str, table: Table, curves: Curves) -> Figure | None:
     """Draws accuracy over rounds, a panel per column, with the published numbers at the right.
 
-    Columns of one dataset share a scale. A column has a panel if its measure is in `ON_CURVES`.
-
-    Args:
-      name: Name of the table.
-      table: The table.
-      curves: Curves of its cells.
-
-    Returns:
-      The figure, or None if no column has a panel.
+    Columns of one dataset share a scale. A column has a panel if its measure is in `ON_CURVES`;
+    returns None if none has one.
     """
     cells = [tuple(label.split("/")) for label in curves]
     columns = [
@@ -79,15 +72,7 @@ def picture(name: str, table: Table, curves: Curves) -> Figure | None:
 def _line(
     axes: Axes, by_seed: Mapping[str, Any], stage: str, label: str, colour: str
 ) -> Sequence[float]:
-    """Draws the mean and range over seeds; returns the heights of the second half and the top.
-
-    Args:
-      axes: Axes to draw on.
-      by_seed: Rounds and accuracies of each seed.
-      stage: "before" or "after" local training.
-      label: Label of the line.
-      colour: Colour of the line.
-    """
+    """Draws the mean and range over seeds; returns the heights of the second half and the top."""
     seeds = [dict(zip(curve["round"], curve[stage], strict=True)) for curve in by_seed.values()]
     rounds = sorted(set.intersection(*map(set, seeds)))
     values = np.array([[curve[r] for r in rounds] for curve in seeds])

@@ -72,13 +72,7 @@ def _key(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
 
 
 def record(tables: Mapping[str, Table], folder: Path, results: Path) -> list[str]:
-    """Records all finished runs of a folder and returns a line for each cell.
-
-    Args:
-      tables: All tables by name.
-      folder: Folder of the runs.
-      results: Folder of the recorded files.
-    """
+    """Records all finished runs of `folder` in `results` and returns a line for each cell."""
     runs_by_table = {name: find(table, folder) for name, table in tables.items()}
     if not any(runs_by_table.values()):
         raise UsageError(f"{folder} has no finished run of a published cell; see --scale=full")
@@ -100,15 +94,7 @@ def record(tables: Mapping[str, Table], folder: Path, results: Path) -> list[str
 def _record_table(
     name: str, table: Table, cell_runs: Sequence[CellRuns], cells: Cells, results: Path
 ) -> Iterator[str]:
-    """Writes curves and picture of a table, updates `cells`, and yields a line for each cell.
-
-    Args:
-      name: Name of the table.
-      table: The table.
-      cell_runs: Its cells with finished runs.
-      cells: Entries of cells.json; changed in place.
-      results: Folder of the recorded files.
-    """
+    """Writes curves and picture of a table, updates `cells`, and yields a line for each cell."""
     path = results / f"{name.replace('/', '-')}-full.json"
     curves: Curves = json.loads(path.read_text("utf-8"))["curves"] if path.is_file() else {}
     for new in cell_runs:
@@ -136,14 +122,7 @@ def _record_table(
 def _cell_entry(
     table: Table, place: tuple[str, str, str], new: CellRuns, old: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns a cell's entry; it keeps the seeds of an old entry with the same number of rounds.
-
-    Args:
-      table: The table.
-      place: Table, row and column of the cell.
-      new: Its new runs.
-      old: Its old entry if that has the same number of rounds, otherwise {}.
-    """
+    """Returns a cell's entry; it keeps the seeds of `old`, an entry of the same length or {}."""
     entry: dict[str, Any] = dict(zip(("table", "row", "column"), place, strict=True))
     for key, measure in zip(("measured", "second"), table.measures(new.cell.column), strict=True):
         if measure:

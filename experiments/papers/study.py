@@ -63,12 +63,8 @@ def run(
 ) -> runner.Result:
     """Returns a run in a directory of --out; reads it if it exists.
 
-    Args:
-      config: The settings; seed, rounds and data directory are replaced.
-      name: Name of the run's directory.
-      seed: The seed.
-      rounds: Number of rounds. Default: --rounds.
-      components: User-defined dataset or algorithm, as for `runner.run`.
+    The seed, the rounds (default: --rounds) and the data directory of `config` are replaced.
+    `components` are user-defined ones, as for `runner.run`.
     """
     config.update(seed=seed, rounds=rounds or ROUNDS.value, data_dir=DATA_DIR.value)
     overrides.override(config, SET.value)
@@ -81,14 +77,7 @@ def run(
 def runs(
     config: ConfigDict, name: str, rounds: int | None = None, **components: Any
 ) -> list[runner.Result]:
-    """Returns the results of one run per seed.
-
-    Args:
-      config: The settings.
-      name: Name of the runs' directories.
-      rounds: Number of rounds. Default: `config.rounds`.
-      components: User-defined dataset or algorithm, as for `runner.run`.
-    """
+    """Returns the results of one run per seed, as `run`; by default with the rounds of `config`."""
     return [
         run(config.copy_and_resolve_references(), name, seed, rounds or config.rounds, **components)
         for seed in range(SEEDS.value)
@@ -143,12 +132,8 @@ def main(
 ) -> None:
     """Runs the named study, writes NAME-DATASET.json and .png, and prints the numbers.
 
-    Args:
-      studies: Functions by name.
-      about: Text to print if no study is named.
-      argv: The command's name and the study's.
-      paper: Folder of the paper whose published numbers of the same figure are printed too.
-      lengths: Rounds by study; those under "" are for all other studies.
+    Prints `about` if no study is named. Numbers that the `paper` publishes of the same figure are
+    printed too. `lengths` has rounds by study; those under "" are for all other studies.
     """
     if len(argv) < 2:
         print(about.strip())

@@ -119,10 +119,9 @@ def moved(run: Any) -> int:
 def accuracy_over(is_counted: Callable[[Mapping[str, Any], int], bool], when: str) -> Measure:
     """Returns the measure "mean accuracy (%) over some clients".
 
-    Args:
-      is_counted: Takes a client's row and the number of clients; True if the client counts.
-      when: before or after, for the last evaluation; best_before or best_after, for the evaluation
-        with the best validation score. Without validation examples that is the last one.
+    `is_counted` takes a client's row and the number of clients. `when` is before or after, for the
+    last evaluation, or best_before or best_after, for the evaluation with the best validation
+    score. Without validation examples that is the last one.
     """
     last = when.removeprefix("best_")
 

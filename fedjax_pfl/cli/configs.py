@@ -13,12 +13,9 @@ from fedjax_pfl.settings import configuration
 
 
 def define_config(options: flags.FlagValues, arguments: Sequence[str], system: str) -> None:
-    """Adds the flags --config and --config.KEY to `options`.
+    """Adds the flags --config and --config.KEY to `options`, with a preset of `system` as default.
 
-    Args:
-      options: Flags of the command, not yet parsed.
-      arguments: Arguments as `resolve_config` returns them; absl reads the file and keys in them.
-      system: Name of the system whose file of presets is the default of --config.
+    `arguments` are those of `resolve_config`; absl reads the file and keys in them.
     """
     with in_one_line():
         config_flags.DEFINE_config_file(
@@ -87,10 +84,8 @@ def resolve_config(arguments: Sequence[str], default: str) -> list[str]:
 def _nearest_config(name: str, preset: str, default: str) -> str:
     """Returns a hint for a missing configuration, such as "did you mean pfedla:digits?".
 
-    Args:
-      name: System or file, the part before the colon.
-      preset: The colon and the rest, or "" if there is no colon.
-      default: System to suggest if `name` may be a preset.
+    `name` is the system or file before the colon; `preset` is the colon and the rest, or "".
+    `default` is the system to suggest if `name` may be a preset.
     """
     is_path = "/" in name or name.endswith(".py")
     files = {path.stem: str(path) for path in Path(name).parent.glob("[!_]*.py")} if is_path else {}

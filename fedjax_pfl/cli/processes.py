@@ -179,11 +179,8 @@ def _ended_by_signals() -> Iterator[None]:
 def _join(options: ProcessOptions, number: int | None, address: str, local: int) -> None:
     """Connects this process to the others by jax.distributed.initialize, before JAX finds devices.
 
-    Args:
-      options: The flags.
-      number: Number of this process; None: the cluster assigns it.
-      address: HOST:PORT of process 0.
-      local: Number of processes of this run on this machine, which share its cores.
+    `number` is None if the cluster assigns it; `address` is HOST:PORT of process 0; `local` is the
+    number of processes of this run that share the cores of this machine.
     """
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM
     limits: Any = {"initialization_timeout": options.wait, "heartbeat_timeout_seconds": _HEARTBEAT}
@@ -320,13 +317,7 @@ def _as_stopped(end: End) -> End:
 
 
 def verdict(ends: Sequence[End], options: ProcessOptions, address: str) -> tuple[str, int]:
-    """Returns the error message for the user, "" if no worker failed, and the exit status.
-
-    Args:
-      ends: How each worker ended.
-      options: Flags of the run.
-      address: HOST:PORT of process 0.
-    """
+    """Returns the error message for the user, "" if no worker failed, and the exit status."""
 
     def of(end: End) -> str:
         return "" if end.number is None else f" {end.number} of {options.processes}"

@@ -64,9 +64,7 @@ def train(name: str, call: Call) -> None:
 def show(workdir: Path, results: Mapping[str, runner.Result]) -> None:
     """Prints the scores of a run, or compares the runs of a sweep and prints and writes the tables.
 
-    Args:
-      workdir: Directory of the run, or folder of the sweep.
-      results: Results by name of the run in the folder; "" is a run that is no sweep.
+    A run that is no sweep has the name "" in `results`.
     """
     for result in results.values():
         if result.resumed_at is not None:

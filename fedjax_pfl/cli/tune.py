@@ -83,13 +83,8 @@ def configure_methods(
     """Returns the configuration of each method, by name.
 
     If the file has a preset PRESET-METHOD, as the library's files have, it is the configuration of
-    the method. Otherwise it is `base` with another `algorithm`.
-
-    Args:
-      source: FILE.py:PRESET, the value of --config.
-      base: The configuration of PRESET, with the changes.
-      changes: Values given as --config.KEY=VALUE, by KEY; they apply to each method.
-      methods: Names of methods.
+    the method. Otherwise it is `base` with another `algorithm`. `source` is FILE.py:PRESET, the
+    value of --config. `base` has the values of --config.KEY=VALUE; these `changes` apply to all.
     """
     configs = {}
     for method in methods:

@@ -59,12 +59,10 @@ def _partition(name: str, **settings: float) -> dict[str, Any]:
 def apply_words(config: ConfigDict, preset: str, own_words: Words) -> ConfigDict:
     """Changes a configuration in place by the words of a preset, and returns it.
 
-    Args:
-      config: All settings.
-      preset: Words joined with dashes: a dataset (without one: digits), a method, and words that
-        match a pattern, such as "n20" for 20 clients. Raises UsageError for another word.
-      own_words: More patterns (regular expressions of a whole word), each with a function from the
-        match to the settings to change, in nested dicts.
+    Words, joined with dashes, are a dataset (without one: digits), a method, and words that match a
+    pattern, such as "n20" for 20 clients. Raises UsageError for another word. `own_words` are more
+    patterns (regular expressions of a whole word), each with a function from the match to the
+    settings to change, in nested dicts.
     """
     patterns = {**_WORDS, **own_words}
     preset_words = [word for word in preset.split("-") if word]

@@ -27,12 +27,7 @@ def section(run: Run, reference_runs: Mapping[str, Run], picture: Picture | None
     """Returns the section as HTML: its title is "Did it help?" or "Did local training help?".
 
     A run is compared with the best comparable reference run. If there is none, its scores before
-    and after local training are compared.
-
-    Args:
-      run: The run.
-      reference_runs: Runs of FedAvg and Local on the same data, by label of the method.
-      picture: Figure of `draw`; None leaves it out.
+    and after local training are compared. `picture` is the figure of `draw`.
     """
     title, details = "Did it help?", ""
     comparable = references.comparable(run, reference_runs)

@@ -21,12 +21,8 @@ def draw(confusion: Mapping[str, Any], names: Sequence[str] = ()) -> Picture | N
     """Draws confusion matrices: shares of each class's test examples (row) by predicted class.
 
     One matrix is of predictions before local training and, if counted, one of those after it. Both
-    are summed over clients; each row sums to 1. Returns None if no test examples were counted.
-
-    Args:
-      confusion: Content of confusion.json; "before" and "after" have counts [C, C] by class and
-        prediction.
-      names: Names of the classes. Default: their numbers.
+    are summed over clients; each row sums to 1. `confusion` is the content of confusion.json, with
+    counts [C, C] by class and prediction. Returns None if no test examples were counted.
     """
     matrices = {
         stage: np.array(confusion[stage], np.float64)

@@ -47,15 +47,11 @@ class _Scores(NamedTuple):
 
 
 def draw(clients: Sequence[Mapping[str, Any]], metric: Metric) -> drawing.Picture | None:
-    """Draws the final scores of clients before and after local training.
+    """Draws the final scores of clients, rows of clients.csv, before and after local training.
 
     Up to 60 clients are a pair of points each, sorted by score. Up to 1,000 are points over the
     number of training examples. More are a histogram. Clients without a score before local training
     are left out. Returns None if none has one.
-
-    Args:
-      clients: Rows of clients.csv, a dict of columns for each client.
-      metric: The score to draw.
     """
     rows = [row for row in clients if not math.isnan(number(row.get(f"before_{metric.name}")))]
     if not rows:

@@ -101,11 +101,9 @@ def group(runs: Sequence[Run]) -> list[Row]:
 
 
 def result_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings that affect the results, without the seed, as a nested dict.
+    """Returns the settings of a run that affect the results, without the seed, as a nested dict.
 
-    Args:
-      config: Recorded settings of a run. Settings that it lacks are returned at their defaults.
-      defaults: All settings at their defaults. Sub-configs that `config` lacks are left out.
+    Settings that `config` lacks are at their defaults. Sub-configs that it lacks are left out.
     """
     defaults_of_run = {
         key: value for key, value in defaults.items() if not isinstance(value, Mapping)
@@ -212,19 +210,12 @@ def curve(row: Row) -> Curve:
 
 
 def paired_test(row: Row, baseline: Row, stage: str) -> PairedTest | str:
-    """Compares a row with a baseline client by client.
+    """Compares a row with a baseline of the same seeds and clients, client by client.
 
     A pair is one client, with the mean over seeds of its difference in score. Seeds are not
     independent samples, as a client's examples stay the same. Only clients that train and have test
-    examples count or, in a run on held-out clients, only these.
-
-    Args:
-      row: The row.
-      baseline: The row to compare with. Its runs must have the same seeds and clients.
-      stage: "before" or "after" local training.
-
-    Returns:
-      The test, or the reason why the rows cannot be paired, such as "other seeds".
+    examples count or, in a run on held-out clients, only these. `stage` is "before" or "after"
+    local training. If rows cannot be paired, returns the reason, such as "other seeds".
     """
     difference = _differences(row, baseline, stage)
     if isinstance(difference, str):

@@ -93,12 +93,7 @@ def _table(
 ) -> Table:
     """Returns a table; rows whose method is a variant by this library are below a line.
 
-    Args:
-      title: Heading on the page.
-      caption: Caption.
-      heads: Column heads, without the labels' head.
-      rows: Rows of the comparison and their cells, one for each head.
-      best: Directions of the columns, as in `Table.best`.
+    `heads` are without the labels' head; `best` is as in `Table.best`.
     """
     papers, variants = (
         [[_label(row), *cells] for row, cells in rows if comparison.is_variant(row) is variant]
@@ -292,13 +287,7 @@ def write(rows: Sequence[Row], out: Path) -> Path:
 
 
 def _page(rows: Sequence[Row], result_tables: Sequence[Table], picture: drawing.Picture) -> str:
-    """Returns the page as HTML.
-
-    Args:
-      rows: The compared rows.
-      result_tables: Result of `tables`.
-      picture: Figure of the curves.
-    """
+    """Returns the page as HTML."""
     configs = [dict(html_page.flatten(row.config)) for row in rows]
     shared = [(k, v) for k, v in configs[0].items() if all(c.get(k) == v for c in configs)]
     datasets = dict.fromkeys(str(row.config.get("dataset", "?")) for row in rows)

@@ -49,11 +49,8 @@ def draw(
 ) -> dict[str, Picture]:
     """Returns the figures of a run by file name without .png, in reading order, without empty ones.
 
-    Args:
-      metrics: Lines of metrics.jsonl, one per evaluation.
-      clients: Rows of clients.csv, one per client.
-      traffic: Content of traffic.json: bytes by direction ("down", "up"), then layer.
-      reference_curves: Curves of runs to compare with, by label.
+    `metrics`, `clients` and `traffic` are the contents of the run's files. `reference_curves` are
+    those of runs to compare with, by label.
     """
     metric = metric_of(metrics)
     pictures = {

@@ -91,11 +91,9 @@ DEFINITIONS = {
 
 
 def with_definition(text: str, term: str = "") -> str:
-    """Returns a text as HTML that shows the definition of a term on hover, if it has one.
+    """Returns a text as HTML that shows the definition of a term (default: the text) on hover.
 
-    Args:
-      text: Plain text to show.
-      term: Key of DEFINITIONS. Default: the text.
+    A term that is no key of DEFINITIONS has none.
     """
     definition, text = DEFINITIONS.get(term or text), html.escape(text)
     return f'<abbr title="{html.escape(definition)}">{text}</abbr>' if definition else text
@@ -110,10 +108,7 @@ def definitions() -> str:
 def page(title: str, facts: Sequence[str], body: str) -> str:
     """Returns a complete HTML document, with style and without links to other files.
 
-    Args:
-      title: Title, as text.
-      facts: Short texts for the line below the title, as text.
-      body: Content, as HTML.
+    `title` and the `facts` for the line below it are text; `body` is HTML.
     """
     return f"""<!doctype html>
 <html lang="en">
@@ -145,11 +140,8 @@ def table_block(
 ) -> str:
     """Returns a table as HTML.
 
-    Args:
-      caption: Caption, as text.
-      heads: Heads of all columns except the first.
-      rows: Cells; the first cell of a row is its head, as HTML, the others are text.
-      variants: Rows, as `rows`, of this library's variants of methods, below a line.
+    `heads` are those of all columns except the first. The first cell of a row is its head, as HTML,
+    the others are text. `variants` are rows of this library's variants of methods, below a line.
     """
     columns = "".join(f'<th scope="col">{with_definition(text)}</th>' for text in heads)
 
@@ -219,11 +211,8 @@ def figure_block(picture: Picture, name: str) -> str:
 def section_block(pictures: dict[str, Picture], title: str, text: str, names: Sequence[str]) -> str:
     """Returns a section with a title, HTML and figures, or "" if it has neither HTML nor figures.
 
-    Args:
-      pictures: Figures by name; those that the section shows are removed from this dict.
-      title: Title of the section, as HTML.
-      text: Content above the figures, as HTML.
-      names: Names of the section's figures; missing ones are left out.
+    `title` and `text`, above the figures, are HTML. The figures of these names, so far as they
+    exist, are removed from `pictures`.
     """
     blocks = [figure_block(pictures.pop(name), name) for name in names if name in pictures]
     if not text and not blocks:

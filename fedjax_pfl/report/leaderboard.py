@@ -56,12 +56,7 @@ def read(out: Path) -> dict[str, Any]:
 def column(leaderboard: dict[str, Any], name: str, about: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the column of a split: {"about": settings, "methods": lines of results by method}.
 
-    It is added to the leaderboard if missing, and emptied if its settings have changed.
-
-    Args:
-      leaderboard: Content of leaderboard.json; changed in place.
-      name: Name of the split.
-      about: Settings of the split.
+    It is added to the leaderboard, in place, if missing, and emptied if its settings have changed.
     """
     columns, json_about = leaderboard["columns"], json.loads(json.dumps(about))
     if name not in columns or columns[name]["about"] != json_about:
@@ -75,10 +70,7 @@ def with_commit(
 ) -> dict[str, Any]:
     """Returns a method's results with the key "commit": the library's commit that computed them.
 
-    Args:
-      line: New results of the method.
-      commit: Commit that computed the new results.
-      old: Earlier results, or None. If they are equal to the new ones, their commit stays.
+    If the `old` results are equal to the new ones, their commit stays.
     """
     is_equal = old is not None and {**old, "commit": commit} == {**line, "commit": commit}
     return {**line, "commit": old.get("commit", commit) if old and is_equal else commit}
@@ -154,12 +146,7 @@ def commits(leaderboard: Mapping[str, Any]) -> list[str]:
 
 
 def draw(name: str, column: Mapping[str, Any]) -> Picture:
-    """Draws the scores of a split's methods before and after local training, best on top.
-
-    Args:
-      name: Name of the split.
-      column: Its column, as returned by `column`.
-    """
+    """Draws the scores of a split's methods before and after local training, best on top."""
     papers, variants = (
         [entry for entry in reversed(part) if "before" in entry[1]]
         for part in _papers_and_variants(column["methods"])

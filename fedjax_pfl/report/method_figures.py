@@ -30,11 +30,7 @@ def draw(
 ) -> dict[str, Figure]:
     """Returns all figures of a run's methods, by name.
 
-    Args:
-      config: The run's settings as plain data.
-      exposed: Arrays that the methods exposed: (rounds, one array per round) by name.
-      layers: Names of the network's layers.
-      metrics: Lines of metrics.jsonl.
+    `exposed` has the arrays that the methods exposed: (rounds, one array per round) by name.
     """
     arrays = draw_arrays(exposed, layers, method_labels.pictures(config))
     return arrays | draw_diagnostics(method_labels.diagnostics(config), metrics)
@@ -47,12 +43,8 @@ def draw_arrays(
 ) -> dict[str, Figure]:
     """Draws the last value of each exposed array, and returns the figures by name.
 
-    Arrays that are empty or not finite are left out.
-
-    Args:
-      exposed: (rounds, one array per round) by name; arrays are [N], [N, M] or [N, layers, N].
-      layers: Names of the network's layers.
-      pictures: Titles and captions by name of the array; another array is titled by its name.
+    Arrays are [N], [N, M] or [N, layers, N]; those that are empty or not finite are left out.
+    `pictures` has titles and captions by name of the array; another array is titled by its name.
     """
     figures_by_name = {}
     for name, (rounds, history) in exposed.items():
@@ -82,9 +74,7 @@ def draw_diagnostics(
 ) -> dict[str, Figure]:
     """Returns {"diagnostics": figure}, a panel for each diagnostic over rounds, or {} without any.
 
-    Args:
-      diagnostics: Diagnostics of the method by name.
-      metrics: Lines of metrics.jsonl; of values by layer, the first 12 layers are drawn.
+    Of values by layer, the first 12 layers are drawn.
     """
     lines = [line for line in metrics if line.get("diagnostics")]
     names = [name for name in diagnostics if any(name in line["diagnostics"] for line in lines)]
@@ -131,13 +121,7 @@ def _left_out(values: np.ndarray) -> str:
 
 
 def _maps(title: str, panels: Sequence[tuple[str, np.ndarray]], columns: str) -> Figure:
-    """Draws heat maps of clients (y axis) with one colour scale for all.
-
-    Args:
-      title: Title of the figure.
-      panels: Title and values of each heat map, [N, M].
-      columns: Label of the x axis.
-    """
+    """Draws titled heat maps [N, M] of clients (y axis) with one colour scale for all."""
     width = min(_COLUMNS, len(panels))
     height = -(-len(panels) // width)
     figure = new_figure(title, max(WIDTH, 2.3 * width + 0.9), max(3.8, 2.4 * height + 0.6))

@@ -54,11 +54,8 @@ def label(config: Mapping[str, Any]) -> str:
 def changes(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
     """Returns "KEY=VALUE" for each method and training setting that is not at its default.
 
-    A setting that phases give several values appears once for each.
-
-    Args:
-      config: A run's settings as plain data.
-      defaults: All settings at their defaults; settings of a method not in it are left out.
+    A setting that phases give several values appears once for each. Settings of a method that is
+    not in `defaults` are left out.
     """
     changed: dict[str, None] = {}
     for phase in phases(config):
@@ -78,11 +75,7 @@ def first_line(configs: Sequence[Mapping[str, Any]], registry: Registry) -> str:
     """Returns the first line that a run prints: its method and the changed settings.
 
     Settings of the method and of training count as changed if they are not at their defaults and
-    have the same value in every run of a sweep.
-
-    Args:
-      configs: Settings of each run of a sweep as plain data.
-      registry: Components by name, user-defined ones included.
+    have the same value in every run of a sweep, one of `configs` each.
     """
     defaults = run_reader.as_json(configuration.default(registry).to_dict())
     first, *remaining = (changes(config, defaults) for config in configs)

@@ -169,13 +169,7 @@ def _time_clauses(last: Record, unit: str) -> tuple[str, str]:
 
 
 def _page(run: Run, pictures: Mapping[str, Picture], reference_runs: Mapping[str, Run]) -> str:
-    """Returns the page as HTML.
-
-    Args:
-      run: The run.
-      pictures: Figures by name.
-      reference_runs: Reference runs by label.
-    """
+    """Returns the page as HTML."""
     config, metrics = run.config, run.metrics
     method = method_labels.table_label(_setting(config, "algorithm"))
     title = f"{method} on {_setting(config, 'dataset')}"

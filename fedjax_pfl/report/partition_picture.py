@@ -101,10 +101,8 @@ def draw_partition(data: FederatedData, federation: Federation) -> Figure:
 def _histograms(by_split: Portions, counts: np.ndarray, column: str) -> Figure:
     """Draws the distribution over clients of their numbers of examples and of classes.
 
-    Args:
-      by_split: Numbers of examples by split, int [N, C] each.
-      counts: Numbers of training examples, int [N, classes or ranges of a target].
-      column: Name of the columns: "class" or the target.
+    `by_split` is int [N, C]; `counts` are training examples, int [N, classes or ranges of a
+    target]; `column` is "class" or the target.
     """
     figure = Figure(figsize=(9.0, 3.6))
     figure.set_layout_engine("constrained")

@@ -146,12 +146,7 @@ def different_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> l
 def sentence(run: Run, name: str, reference: Run) -> str:
     """Returns sentences that compare a run with a reference run, before and after local training.
 
-    They end with other settings that differ.
-
-    Args:
-      run: The run.
-      name: Label of the reference run's method.
-      reference: The reference run.
+    They end with other settings that differ. `name` is the label of the reference run's method.
     """
     parts = [stage_sentence(run, name, reference, stage, intro) for stage, intro in STAGES.items()]
     return f"{' '.join(filter(None, parts))}{settings_note(run, reference)}"
@@ -208,16 +203,10 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def stage_sentence(run: Run, name: str, reference: Run, stage: str, intro: str) -> str:
-    """Returns a sentence on how a run's last score compares with a reference run's.
+    """Returns a sentence, after `intro`, on how a run's last score compares with a reference run's.
 
-    It has both scores and, if clients can be paired, p; "" if one run has no such score.
-
-    Args:
-      run: The run.
-      name: Label of the reference run's method.
-      reference: The reference run.
-      stage: "before" or "after" local training.
-      intro: Start of the sentence.
+    It has both scores and, if clients can be paired, p; "" if one run has no such score. `stage` is
+    "before" or "after" local training.
     """
     metric = metric_of(run.metrics)
     score, reference_score = (

@@ -17,9 +17,6 @@ class RunIndex:
 
     Of runs with equal settings and seed it has one, a finished run if there is one. Damaged runs
     are left out.
-
-    Args:
-      folder: Folder to search, with all its subfolders.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -130,12 +130,9 @@ def read_class_names(directory: Path) -> list[str]:
 
 
 def _read_file(path: Path, hint: str, read_content: Callable[[Path], Any]) -> Any:
-    """Returns the result of `read_content`; raises UsageError if the file is damaged or unreadable.
+    """Returns the result of `read_content`, which raises ValueError if the file is damaged.
 
-    Args:
-      path: The file.
-      hint: What the user can do about a damaged file, for the message.
-      read_content: Gets the path, returns the checked content; raises ValueError if damaged.
+    Then, or if it is unreadable, raises UsageError with `hint`, what the user can do about it.
     """
     try:
         return read_content(path)
@@ -269,13 +266,7 @@ def _clients(path: Path) -> list[dict[str, Any]]:
 
 
 def _cell(column: str, text: str, row: int) -> Any:
-    """Returns the value of a cell: a number, a string in a text column, or None if it is empty.
-
-    Args:
-      column: Name of the column.
-      text: Content of the cell.
-      row: Number of the row, for messages.
-    """
+    """Returns the value of a cell: a number, a string in a text column, or None if it is empty."""
     if column in _TEXT_COLUMNS:
         return csv_tables.unescaped(text)
     if not text:

@@ -59,12 +59,9 @@ def build(
 ) -> Experiment:
     """Loads and partitions the data and builds the phases; nothing is compiled.
 
-    Raises UsageError for settings that are invalid or do not fit together.
-
-    Args:
-      *configs: Configuration of the run, or of each run of a sweep in one program.
-      registry: Components by name.
-      plans: Execution plan of each phase that a resumed run used before. Default: chosen.
+    Several configurations are the runs of a sweep in one program. `plans` are the execution plans
+    that a resumed run used before in each phase. Raises UsageError for settings that are invalid or
+    do not fit together.
     """
     specified = [configuration.specify(config, registry) for config in configs]
     config, is_sweep = specified[0].settings, len(configs) > 1
@@ -283,12 +280,9 @@ def _participants(config: ConfigDict, federation: Federation) -> Federation:
 def _fit_memory(inputs: PhaseInputs, recorded: Plan | None, start: Any) -> tuple[Phase, Any]:
     """Returns a phase with the largest chunk that fits `memory_gb`, and the shapes of its state.
 
-    Raises UsageError if none fits, SeparateRunsError if a swept setting cannot be traced.
-
-    Args:
-      inputs: Inputs of the phase.
-      recorded: Plan that a resumed run used before, or None.
-      start: Shapes of the state after the previous phase; None for the first phase.
+    `recorded` is the plan that a resumed run used before; `start` has the shapes of the state after
+    the previous phase. Raises UsageError if no chunk fits, SeparateRunsError if a swept setting
+    cannot be traced.
     """
     config, clients = inputs.configs[0], inputs.federation.clients
     plan = Plan(config.conv, config.chunk or execution_plan.default_chunk(clients))

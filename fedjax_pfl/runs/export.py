@@ -190,13 +190,8 @@ def pack(
 ) -> bytes:
     """Returns the content of a client's .safetensors file: description and variables.
 
-    Args:
-      run: Facts of the run.
-      member: Algorithm of the client's group.
-      client: Client id.
-      rounds: Number of rounds that were trained.
-      data: Examples of the client.
-      variables: Variables of the personal model, nested dicts of arrays.
+    `member` is the algorithm of the client's group; `variables` are those of the personal model
+    after `rounds` rounds, nested dicts of arrays.
     """
     facts = {
         "format": _FORMAT,

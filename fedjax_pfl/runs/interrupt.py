@@ -35,11 +35,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class Stop:
-    """Flag that signal handlers set to stop a run, which reads it after each compiled call.
-
-    Args:
-      caller: As for `Stopped`.
-    """
+    """Flag that signal handlers set to stop a run, which reads it after each compiled call."""
 
     def __init__(self, caller: str = "command") -> None:
         self.exit_status = 0  # nonzero: stop with this status

@@ -53,10 +53,7 @@ def to_json(net: Any) -> dict[str, Any]:
 def from_json(content: dict[str, Any], facts: dict[str, Any], model: Any) -> Any:
     """Returns the network, without parameters, that `content` of `to_json` describes.
 
-    Args:
-      content: Result of `to_json`.
-      facts: Result of `export.describe`.
-      model: The network if it is user-defined, else None.
+    `facts` is the result of `export.describe`; `model` is the network if it is user-defined.
     """
     if content["kind"] != "own":
         fields = {

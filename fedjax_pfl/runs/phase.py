@@ -390,10 +390,7 @@ def _fitting_networks(federation: Federation) -> tuple[str, ...]:
 def next_boundary(config: ConfigDict, begin: int, t: int) -> int:
     """Returns the next round after `t` at which an evaluation or checkpoint is due.
 
-    Args:
-      config: Settings of the phase.
-      begin: First round of the phase.
-      t: Number of finished rounds.
+    `config` are the settings of the phase, whose first round is `begin`.
     """
     intervals = filter(None, (config.eval_every, config.checkpoint_every))
     return min(begin + config.rounds, *(t + n - (t - begin) % n for n in intervals))

@@ -85,11 +85,6 @@ def missing_runs(
     """Returns the runs of Local and FedAvg to train: configurations by run directory.
 
     They are the missing ones if the setting `reference` is True; otherwise there are none.
-
-    Args:
-      run: The run to compare with them.
-      settings: Its settings.
-      registry: Components by name.
     """
     from fedjax_pfl.report import references
 

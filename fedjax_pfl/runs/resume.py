@@ -102,10 +102,8 @@ def group_by_checkpoint(steps: Sequence[Set[int]]) -> list[list[int]]:
 def resume(experiment: Experiment, sweep_runs: Sequence[SweepRun]) -> list[State] | None:
     """Resumes the runs of a program at the newest round of which all have an intact checkpoint.
 
-    Sets the position, the best state and `resumed_at` of each run.
-
-    Returns:
-      The state of each run, or None if there is no checkpoint.
+    Sets the position, the best state and `resumed_at` of each run. Returns the state of each run,
+    or None if there is no checkpoint.
     """
     states = _restore_all(experiment, sweep_runs) if multiprocess.lead() else None
     facts = multiprocess.agree(states and [to_facts(sweep_run.at) for sweep_run in sweep_runs])
@@ -181,17 +179,10 @@ def restore(
     step: int,
     config: Mapping[str, Any],
 ) -> Restored:
-    """Restores the checkpoint of round `step`.
+    """Restores the checkpoint of round `step`, with shapes from `state_templates`.
 
     Raises DamagedError if it is damaged, and UsageError if it belongs to a run whose settings give
-    other results.
-
-    Args:
-      experiment: Phases of the run.
-      store: Checkpoints of the run.
-      templates: Result of `state_templates`.
-      step: Round of the checkpoint.
-      config: Resolved configuration of the run.
+    other results than `config`, the resolved configuration.
     """
     store.check(step)
     facts = store.facts(step)

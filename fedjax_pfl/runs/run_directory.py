@@ -38,13 +38,8 @@ def claim(
 ) -> Iterator[Path]:
     """Locks a run directory while the context lasts, and creates it if it does not exist.
 
-    Raises UsageError if the directory belongs to another run or cannot be used.
-
-    Args:
-      directory: The run directory.
-      config: Resolved configuration of the run.
-      fixed_length_reason: Function that returns why more rounds would change the finished rounds
-        of a run, or "".
+    Raises UsageError if it belongs to a run with another configuration than `config` or cannot be
+    used. `fixed_length_reason` returns why more rounds would change the finished ones, or "".
     """
     if "\0" in str(directory):
         raise UsageError(f"{str(directory)!r} cannot name a directory; choose another")

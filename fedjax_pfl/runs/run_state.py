@@ -120,15 +120,8 @@ def record_evaluation(
 ) -> dict[str, Any]:
     """Sets `at` and, if the validation score is the phase's best so far, `best` of the run.
 
-    Args:
-      experiment: Phases of the run.
-      sweep_run: The run.
-      scores: Result of the evaluation.
-      state: The evaluated state.
-      observed: Arrays that the method exposes of its state, for its diagnostics.
-
-    Returns:
-      The line for metrics.jsonl, which is not written yet.
+    `scores` and `state` are those of the evaluation; `observed` are arrays that the method exposes
+    of the state. Returns the line for metrics.jsonl, which is not written yet.
     """
     at, task = sweep_run.at, experiment.federation.task
     active = experiment.phases[at.phase].federation.active

@@ -154,6 +154,8 @@ def run_configs(
 ) -> dict[str, Result]:
     """Trains several runs in one compiled program; they differ in seed and real-valued settings.
 
+    Returns the result of each run by its name in `configs`.
+
     Args:
       configs: Complete configurations by the names of their directories in `workdir`.
       workdir: Folder of the run directories. Default: nothing is written.
@@ -161,9 +163,6 @@ def run_configs(
       registry: Components by name, user-defined ones included.
       tell: Gets lines on the method, each phase's plan and the memory before anything is compiled.
       callbacks: User functions called after a round and after an evaluation.
-
-    Returns:
-      Result of each run, by the names in `configs`.
     """
     sweep_runs = [SweepRun(name, config, {}) for name, config in configs.items()]
     plans = None

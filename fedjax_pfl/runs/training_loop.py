@@ -79,14 +79,9 @@ def train(
 ) -> list[State]:
     """Trains runs of one program to the end of the last phase, or until a callback ends them.
 
-    Returns the state of each run.
-
-    Args:
-      experiment: Phases and examples.
-      sweep_runs: Runs at the same round; their positions and files are updated.
-      states: State of each run at this round; None at the start.
-      stop: Read after every compiled call: if set, the runs are saved and Stopped is raised.
-      callbacks: User functions.
+    The runs are at the same round; their positions and files are updated. `states` are their states
+    at this round, None at the start. If `stop` is set after a compiled call, the runs are saved and
+    Stopped is raised. Returns the state of each run.
     """
     for sweep_run in sweep_runs:
         sync_files(sweep_run)

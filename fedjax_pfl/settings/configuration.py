@@ -175,10 +175,8 @@ def complete(changes: Mapping[str, Any], registry: Registry = BUILTINS) -> Confi
 def override(config: ConfigDict, changes: Mapping[str, Any], prefix: str = "") -> None:
     """Changes settings in place; raises UsageError for an unknown setting or a wrong type.
 
-    Args:
-      config: The configuration to change.
-      changes: New values, nested as in Python.
-      prefix: Path of `config` in the whole configuration, such as "pfedla.", for messages.
+    `changes` are nested as in Python. `prefix` is the path of `config` in the whole configuration,
+    such as "pfedla.", for messages.
     """
     for key, value in changes.items():
         if key not in config:

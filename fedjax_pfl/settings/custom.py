@@ -51,19 +51,9 @@ def register(
 ) -> tuple[Registry, dict[str, Any]]:
     """Adds user-defined components, see `fedjax_pfl.run`, to the built-in ones.
 
-    Args:
-      settings: Settings in nested dicts. They may name a method, network or task as MODULE:NAME,
-        which is imported, instead of passing it here.
-      dataset: The examples.
-      algorithm: Factory of a method, as for `fedjax_pfl.run`.
-      model: Network, as for `fedjax_pfl.run`.
-      task: Factory of a task, as for `fedjax_pfl.run`.
-      optimizer: Optimiser of the clients.
-      server_optimizer: Optimiser of the server.
-
-    Returns:
-      The registry with these components, and a copy of the settings, also nested, that selects them
-      by name.
+    The settings, in nested dicts, may name a method, network or task as MODULE:NAME, which is
+    imported. Returns the registry with these components, and a copy of the settings that selects
+    them by name.
     """
     if not isinstance(settings, Mapping):
         raise UsageError(
@@ -107,12 +97,8 @@ def _register_factory(
 ) -> Registry:
     """Returns the registry with a method, network or task, and adds its name to the settings.
 
-    Args:
-      registry: Components by name.
-      settings: Settings in nested dicts, changed in place.
-      kind: "algorithm", "model" or "task".
-      component: The argument `kind` of `register`. If None, the settings may name it as
-        MODULE:NAME; if they do not, the registry is returned unchanged.
+    `kind` is "algorithm", "model" or "task". If `component` is None, the settings may name it as
+    MODULE:NAME; if they do not, the registry is returned unchanged.
     """
     path = settings.get(kind)
     if isinstance(path, str) and ":" in path:

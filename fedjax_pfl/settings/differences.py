@@ -12,13 +12,8 @@ def differences(
 ) -> list[str]:
     """Returns a line such as "clients (10 there, 20 here)" for each setting that differs.
 
-    Settings that may change when a run is resumed are ignored.
-
-    Args:
-      old: The resolved configuration of a run directory. A setting that it lacks, because the
-        library did not have it yet, has its default value.
-      new: The resolved configuration to resume with.
-      defaults: Defaults of all settings; None for the library's defaults.
+    Settings that may change when a run is resumed are ignored. A setting that `old` lacks, because
+    the library did not have it yet, has its default in `defaults` (None: the library's).
     """
     lines: list[str] = []
     defaults = default().to_dict() if defaults is None else defaults
@@ -52,12 +47,8 @@ def obstacle(
     """Returns why a run cannot be resumed with another configuration, or "" if it can.
 
     It can if settings that may change differ, or if only rounds are added at the end.
-
-    Args:
-      old: Resolved configuration that the run started with.
-      new: Resolved configuration to resume it with.
-      fixed_length_reason: Function that returns why more rounds would change the finished rounds
-        (as with a schedule over all rounds), or "".
+    `fixed_length_reason` returns why more rounds would change the finished ones (as with a schedule
+    over all rounds), or "".
     """
     changes = differences(old, new)
     reason = ""

@@ -89,12 +89,7 @@ def _factories(kind: str, setting: str, table: Mapping[str, Callable[..., Any]])
 def _setting(name: str, default: Any, meaning: str, name_width: int, indent: int) -> list[str]:
     """Returns the lines of a list that describe a setting: name, default and meaning in columns.
 
-    Args:
-      name: Name of the setting.
-      default: Its default.
-      meaning: Its description, which is wrapped.
-      name_width: Width of the column of names, which starts after four spaces.
-      indent: Width of the columns of names and defaults.
+    Names start after four spaces; `indent` is the width of the columns of names and defaults.
     """
     head = f"    {name.ljust(name_width)}{_default_text(default)}".ljust(4 + indent)
     return wrapped(head + meaning, 4 + indent)

@@ -29,12 +29,8 @@ def check_used(
 
     A setting of a component that is not selected is an error even at its default. A setting that
     depends on another one is an error only if it differs from its default, so the whole
-    configuration of a run can be given again. Settings of a preset are not checked.
-
-    Args:
-      changes: The settings that the user gave, nested as in Python.
-      configs: The resulting configurations: one, or one per method of a tuning run.
-      registry: Components by name.
+    configuration of a run can be given again. Settings of a preset are not checked: `changes` are
+    those that the user gave, nested as in Python. A tuning run has a configuration per method.
     """
     # Per configuration, phase and group.
     resolved = [
@@ -72,15 +68,9 @@ def _check_effect(
 
 
 def _check_condition(name: str, value: Any, configs: Sequence[ConfigDict], prefix: str) -> None:
-    """Raises UsageError for a setting that no configuration uses, by `Setting.used_with`.
+    """Raises UsageError for a setting whose `Setting.used_with` holds in no configuration.
 
-    A setting at its default passes.
-
-    Args:
-      name: Name of the setting.
-      value: Value that the user gave.
-      configs: Complete configurations; the condition must hold in one of them.
-      prefix: Path of the setting for messages, such as "phases[0].".
+    A setting at its default passes. `prefix` is its path for messages, such as "phases[0].".
     """
     setting = SETTINGS[name]
     value = tuple(value) if isinstance(value, list) else value

@@ -28,13 +28,9 @@ def object_name(component: Any) -> str:
 def user_network(name: str, network: Any, digest: str) -> Callable[..., UserNetwork]:
     """Returns a factory (*, outputs, **settings) -> UserNetwork.
 
-    The settings are the arguments of the network. Those with a default of a plain type are in the
-    factory's signature.
-
-    Args:
-      name: Name of the network in the configuration.
-      network: A linen module or class, an NNX class, or a function that creates one.
-      digest: Digest of its code, which the network records as a setting.
+    `network` is a linen module or class, an NNX class, or a function that creates one. The settings
+    are its arguments; those with a default of a plain type are in the factory's signature. The
+    network records `digest`, that of its code, as a setting.
     """
     if _is_nnx(network):
         raise UsageError(

@@ -70,12 +70,9 @@ def vectors(
 ) -> tuple[FederatedData, Federation]:
     """Returns data and federation of at most 6 clients with vectors of three classes.
 
-    Args:
-      clients: Number of clients. They are always the first ones, with the same examples.
-      extra: Columns of padding after the longest client's examples.
-      filler: Row of the examples that the padding refers to.
-      seed: Seed of the examples.
-      **changes: Fields of `FederatedData` to replace.
+    They are always the first clients, with the same examples. `extra` columns of padding, which
+    refer to row `filler`, follow the longest client's examples. `changes` are fields of
+    `FederatedData` to replace.
     """
     rng = np.random.default_rng(seed)
     total = int(TRAIN.sum() + VALIDATION.sum() + TEST.sum())

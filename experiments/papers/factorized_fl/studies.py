@@ -196,8 +196,7 @@ def grouping(similarity: np.ndarray, truth: np.ndarray) -> float:
 def frequency(weights: np.ndarray) -> np.ndarray:
     """Counts how often each client was mixed into each, [N, N].
 
-    Args:
-      weights: ω after every round, [R, N, N]. The last one is not used by any round.
+    `weights` [R, N, N] has ω after every round. The last one is not used by any round.
     """
     return (weights[:-1] > 0).sum(0)
 

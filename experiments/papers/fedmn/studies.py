@@ -102,12 +102,8 @@ def served(pi: np.ndarray, layout: tuple[int, ...]) -> np.ndarray:
 def draw_routes(axis: Axes, gates: np.ndarray, layout: tuple[int, ...]) -> None:
     """Draws blocks as dots, a column per layer and one for the output, and open gates as lines.
 
-    Gates on a path from an encoder to the output are blue, dead ends are dotted.
-
-    Args:
-      axis: Axes to draw on.
-      gates: Open gates of a client, bool [gates].
-      layout: Blocks per layer.
+    Gates on a path from an encoder to the output are blue, dead ends are dotted. `gates` is bool
+    [gates]; `layout` has the blocks per layer.
     """
     sizes = (*layout, 1)
 
@@ -191,11 +187,7 @@ def grouping() -> tuple[dict[str, Any], Figure]:
 def contradicting(name: str, data_dir: str | None, per_client: int, labels: str) -> data.Dataset:
     """Returns the data of twelve clients, the last six with other labels for the same classes.
 
-    Args:
-      name: Dataset with the images.
-      data_dir: Folder of datasets.
-      per_client: Examples of a client.
-      labels: other: five classes, c becomes c + 5; next: ten classes, c becomes c + 1.
+    With `labels` "other" there are five classes and c becomes c + 5; with "next" ten and c + 1.
     """
     source = data.load(name, data_dir)
     rows = np.flatnonzero(source.y_train < {"other": 5, "next": 10}[labels])

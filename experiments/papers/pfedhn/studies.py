@@ -65,9 +65,7 @@ def spectral() -> tuple[dict[str, Any], Figure]:
 def total_variation(counts: np.ndarray, novel: np.ndarray) -> np.ndarray:
     """Returns, for each novel client, ½ Σ_c |p_c − q_c| to the nearest trained client.
 
-    Args:
-      counts: Examples by client and class, [N, C].
-      novel: Which clients are novel, bool [N].
+    `counts` [N, C] has examples by client and class; `novel` is bool [N].
     """
     shares = counts / counts.sum(1, keepdims=True)
     gaps = 0.5 * np.abs(shares[novel][:, None] - shares[~novel][None]).sum(-1)
@@ -184,12 +182,9 @@ def figure3() -> tuple[dict[str, Any], Figure]:
 
 
 def own_moves(values: np.ndarray) -> np.ndarray:
-    """Returns how embeddings moved from the first to the last evaluation, without the decay.
+    """Returns how embeddings [T, N, e] moved from the first to the last evaluation, without decay.
 
     Decay scales all embeddings alike. That part of the change is removed.
-
-    Args:
-      values: Embeddings at each evaluation, [T, N, e].
     """
     first, last = values[0], values[-1]
     return last - np.sum(first * last) / np.sum(first * first) * first

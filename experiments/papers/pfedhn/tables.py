@@ -72,15 +72,7 @@ def _table(
     columns: tuple[str, ...],
     light: dict[str, int] | None = None,
 ) -> Table:
-    """Returns a table of the paper.
-
-    Args:
-      name: Its name in published.json.
-      title: Its contents, in words.
-      settings: As in `Table`.
-      columns: Columns of the quick scale.
-      light: Rounds by dataset, as in `Quick`.
-    """
+    """Returns a table of the paper; `columns` and `light` are those of the quick scale."""
     return Table(
         about=f"{_PAPER}, table {name[-1]}: {title}",
         measured=_OURS,

@@ -41,15 +41,9 @@ def chosen(
 ) -> tuple[Point, float]:
     """Returns the point nearest to Local's published accuracies, and its distance.
 
-    The distance is the larger one of the two splits. The network is the stated one if it comes
-    within two points. Equal distances, to a tenth, are decided by more images, then by a smaller
-    ratio.
-
-    Args:
-      first: Accuracy in per cent on the first split, by images and BatchNorm.
-      second: Accuracy in per cent on the second split.
-      published: Local's accuracies on both splits.
-      stated: Whether the paper's network has BatchNorm on this dataset.
+    The distance is the larger one of the two splits; `first` has accuracies in per cent by images
+    and BatchNorm. The network is the stated one if it comes within two points. Equal distances, to
+    a tenth, are decided by more images, then by a smaller ratio.
     """
     distances = {
         point: max(

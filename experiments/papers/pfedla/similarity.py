@@ -25,15 +25,9 @@ from fedjax_pfl.core.algorithm import (
 
 
 def layer_cosines(theta: PyTree, i: Any, layers: LayerRows) -> jax.Array:
-    """Computes the cosine between each layer of client `i` and the same layer of every client.
+    """Computes the cosine [L, N] between each layer of client `i` and that layer of every client.
 
-    Args:
-      theta: Stacked parameters, leaves of shape [N, ...].
-      i: The client.
-      layers: Row of each layer; all leaves of a row are compared as one vector.
-
-    Returns:
-      Array of shape [L, N].
+    Leaves of `theta` are [N, ...]; all leaves of a row in `layers` are compared as one vector.
     """
     products = [jnp.zeros(())] * layers.number
     squares = [jnp.zeros(())] * layers.number
@@ -54,11 +48,9 @@ def similarity(
     granularity: str = "layer",
     sharpness: float = 10.0,
 ) -> Algorithm:
-    """Mixes models by the similarity of their layers, or of the whole models.
+    """Mixes models by the similarity of their layers, or of the whole models ("model").
 
-    Args:
-      granularity: layer, or model.
-      sharpness: factor of the cosines before the softmax. The paper names no measure.
+    The softmax is of `sharpness` times the cosines. The paper names no measure.
     """
     n = federation.clients
     shapes = model_shapes(model, federation)["params"]

@@ -119,9 +119,8 @@ def figure5() -> tuple[dict[str, Any], Figure]:
 def agreement(alpha: np.ndarray, overlap: np.ndarray) -> tuple[float, float, float]:
     """Measures how alpha [N, N] orders clients.
 
-    Returns:
-      Rank correlation with the overlap off the diagonal, share of rows whose largest weight is the
-      client's own, and mean own weight.
+    Returns the rank correlation with the overlap off the diagonal, the share of rows whose largest
+    weight is the client's own, and the mean own weight.
     """
     off = ~np.eye(len(alpha), dtype=bool)
     correlation = spearmanr(alpha[off], overlap[off]).statistic

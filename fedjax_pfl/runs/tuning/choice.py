@@ -124,10 +124,7 @@ def is_number(value: Any) -> bool:
 def preset(best: Mapping[str, PointResult], remarks: Mapping[str, str], header: str) -> str:
     """Returns the Python code of a configuration file with a preset for each method.
 
-    Args:
-      best: Best point of each method.
-      remarks: Comment on each method.
-      header: Text of the comment at the top, before the remarks.
+    `header` and the `remarks` on each method become comments.
     """
     changed = {method: changed_settings(result.config) for method, result in best.items()}
     tuned = {name.partition(".")[0] for result in best.values() for name in result.point}

@@ -30,13 +30,9 @@ def grids(
 ) -> dict[str, Grid]:
     """Returns the values of each setting to tune, by method.
 
-    A key is a training setting, for all methods, or METHOD.SETTING for one method. SETTING is a
-    setting of the method, or a training setting whose values replace those for all methods.
-
-    Args:
-      texts: Grids, each of the form KEY=VALUE,VALUE; KEY=VALUE,VALUE.
-      methods: Names of the methods.
-      registry: Components by name.
+    A text is KEY=VALUE,VALUE; KEY=VALUE,VALUE. A key is a training setting, for all methods, or
+    METHOD.SETTING for one method. SETTING is a setting of the method, or a training setting whose
+    values replace those for all methods.
     """
     common: Grid = {}
     specific: dict[str, Grid] = {method: {} for method in methods}
@@ -118,13 +114,7 @@ def _unknown_key(
 
 
 def _value(defaults: ConfigDict, name: str, text: str) -> Any:
-    """Parses the value of the setting `name` in a grid; "unset" is None.
-
-    Args:
-      defaults: All settings; the value gets the type of the default.
-      name: Name of the setting.
-      text: The value.
-    """
+    """Parses the value of the setting `name`, with the type of its default; "unset" is None."""
     kind = configuration.setting_type(defaults, name)
     if kind not in (bool, int, float, str):
         raise UsageError(f"{name} is a {kind.__name__}, which cannot be tuned; set it instead")
@@ -153,11 +143,8 @@ def equal(
 ) -> dict[str, list[Point]]:
     """Returns the points to run of each method: the same number, so far as grids are large enough.
 
-    Args:
-      points_of: All points of each method.
-      budget: Number of points to sample. A method with fewer points keeps all. Default: all
-        points, whose number must then be equal.
-      seed: Seed of the sample.
+    `budget` points are sampled; a method with fewer keeps all. Without a budget all points are run,
+    and methods must have equal numbers.
     """
     if budget is not None:
         return {method: sample(points, budget, seed) for method, points in points_of.items()}

@@ -123,7 +123,7 @@ def plan(
 
     Args:
       configs: Configuration of each method; `rounds`, `phases` and `eval_every` change in place.
-      texts: Grids, each "KEY=VALUE,VALUE; KEY=VALUE,VALUE".
+      texts: Grids, as for `grids`.
       rounds: Rounds of the first method's runs; other methods' rounds change in proportion.
         None: as configured.
       budget: Number of points to sample for each method. None: all.
@@ -164,7 +164,7 @@ def run_search(
     only_show: bool = False,
     form: str = "text",
 ) -> int:
-    """Runs a grid search, prints the results and writes them.
+    """Runs a grid search, prints the results and writes them to `out`.
 
     Returns the exit status: 0, or that of a stop that was requested.
 
@@ -173,7 +173,7 @@ def run_search(
       seeds: Number of seeds.
       out: Folder of the runs and of the results.
       texts: Grids, for the header of tuned.py.
-      budget: Number of points that were to be sampled for each method. None: all.
+      budget: As for `plan`.
       max_runs: Largest number of runs in one program. None: no limit.
       only_show: True to train and write nothing: prints the results of finished runs.
       form: Format to print: "text", "markdown" or "csv".
