@@ -16,10 +16,8 @@ _ALIASES = {"lr": "learning_rate", "eta": "learning_rate", "wd": "weight_decay",
 def unknown_argument(owner: str, name: str, allowed: Iterable[str]) -> UsageError:
     """Returns, without raising, the error for a keyword that does not exist.
 
-    Args:
-      owner: Name of the function, or a phrase such as "partition classes".
-      name: The unknown keyword.
-      allowed: All keywords; the message names the nearest and lists them.
+    `owner` is the name of the function, or a phrase such as "partition classes". The message names
+    the nearest of the `allowed` keywords and lists them.
     """
     names = list(allowed)
     alias = _ALIASES.get(name)

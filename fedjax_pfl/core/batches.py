@@ -40,25 +40,17 @@ def sample_positions(
 def padded_size(batch_size: int, longest: int) -> int:
     """Returns the rows that a batch is padded to: min(batch_size, max(longest, 1024)).
 
-    A batch never has more examples than a client, so it needs at most `longest` rows. Batches of up
-    to 1,024 examples are not reduced: random numbers of the batch's shape then do not depend on how
-    many examples other clients have.
-
-    Args:
-      batch_size: Examples of a gradient step.
-      longest: Number of training examples of the client that has most.
+    A batch never has more examples than the largest client, `longest`. Batches of up to 1,024
+    examples are not reduced: random numbers of the batch's shape then do not depend on how many
+    examples other clients have.
     """
     return min(batch_size, max(longest, _ALWAYS_PADDED))
 
 
 def sample_batch(data: ClientData, split: Split, size: int, key: jax.Array) -> Batch:
-    """Samples a batch of a split without replacement, padded to `padded_size` rows.
+    """Samples `size` examples of a split without replacement, padded to `padded_size` rows.
 
-    Args:
-      data: Data of the client.
-      split: The split to sample from.
-      size: Number of examples. A split with fewer examples gives all of them.
-      key: Random key.
+    A split with fewer examples gives all of them.
     """
     longest = split.rows.shape[0]
     positions, mask = sample_positions(key, longest, split.size, padded_size(size, longest))
@@ -68,13 +60,9 @@ def sample_batch(data: ClientData, split: Split, size: int, key: jax.Array) -> B
 def sum_batches(
     f: Callable[[Batch], PyTree], data: ClientData, split: Split, batch_size: int = 128
 ) -> PyTree:
-    """Computes the sum of f(batch) over consecutive batches of a split.
+    """Computes the sum of f(batch), a tree of arrays, over consecutive batches of a split.
 
-    Args:
-      f: batch -> tree of arrays. It must ignore padding, where `batch.mask` is False.
-      data: Data of the client.
-      split: The split of the client to read, such as `data.train`.
-      batch_size: Examples of a batch; the last one is padded.
+    The last batch is padded; `f` must ignore padding, where `batch.mask` is False.
     """
     longest = split.rows.shape[0]
     size = min(batch_size, longest)

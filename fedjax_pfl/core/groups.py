@@ -93,9 +93,7 @@ def as_single_group(algorithm: Algorithm) -> Algorithm:
 def by_group(algorithms: tuple[Algorithm, ...]) -> Algorithm:
     """Returns a grouped algorithm that runs one algorithm per group, without exchange.
 
-    Args:
-      algorithms: One algorithm per group. Each is built for the whole federation, so a client has
-        the same id in all of them.
+    Each is built for the whole federation, so a client has the same id in all of them.
     """
 
     def group_state(state: State, g: int) -> State:

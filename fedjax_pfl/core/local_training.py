@@ -120,13 +120,8 @@ def local_training(
 ) -> Training:
     """Returns local training by any optax optimiser that needs only gradients and parameters.
 
-    Args:
-      optimizer: With its learning rate, such as `optax.adamw(1e-3)`.
-      epochs: As for `local_sgd`.
-      steps: As for `local_sgd`.
-      batch_size: As for `local_sgd`.
-      clip_norm: As for `local_sgd`.
-      keep_optimizer: As for `local_sgd`.
+    `optimizer` includes its learning rate, as in `optax.adamw(1e-3)`. Other arguments are those of
+    `local_sgd`.
     """
     return make_training(
         optimizers.with_rate(optimizer),
@@ -376,8 +371,6 @@ def evaluate(
         empty = Split(jnp.zeros((1,), split.rows.dtype), split.size)
         shapes = jax.eval_shape(lambda: batches.sum_batches(score, data, empty, 1))
         metrics, loss, matrix = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        return Scores(
-            metrics=metrics, loss=loss, examples=jnp.zeros((), jnp.int32), confusion=matrix
-        )
-    metrics, loss, matrix = batches.sum_batches(score, data, split, batch_size)
+    else:
+        metrics, loss, matrix = batches.sum_batches(score, data, split, batch_size)
     return Scores(metrics=metrics, loss=loss, examples=split.size, confusion=matrix)

@@ -74,11 +74,7 @@ def check_reads(
 def check_writes(method: str, receive: Callable[..., Any], state: State, cohort: PyTree) -> None:
     """Raises UsageError if `receive` replaces offloaded rows other than by `Cohort.put`.
 
-    Args:
-      method: Name of the method, for the message.
-      receive: `Algorithm.receive`. It is traced and not run.
-      state: Shapes of the state before the round, with `Offloaded` leaves in `rows`.
-      cohort: A `Cohort`; shapes and dtypes are enough.
+    `receive` is only traced; `state`, with `Offloaded` leaves in `rows`, and `cohort` are shapes.
     """
     _, rows = jax.eval_shape(receive, state, cohort)
     if len(offload.offloaded_leaves(rows)) != len(offload.offloaded_leaves(state.rows)):

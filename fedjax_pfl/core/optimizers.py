@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, first_line
 
 PyTree = Any
 ValueOf = Callable[[str], Any]  # value of a setting, by name
@@ -42,11 +42,7 @@ def _is_used(number: Any) -> bool:
 
 def matrices(params: PyTree) -> PyTree:
     """Returns a tree of bools: False for vectors, such as biases and normalisation, else True."""
-    return jax.tree.map(_is_matrix, params)
-
-
-def _is_matrix(leaf: Any) -> bool:
-    return leaf.ndim > 1
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
 def _decay_mask(value_of: ValueOf) -> Any:
@@ -132,12 +128,9 @@ def per_entry(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
 
 
 def check(name: str, optimizer: Any, params: PyTree) -> None:
-    """Raises UsageError if an optimiser needs more than gradients and parameters.
+    """Raises UsageError if an optax optimiser needs more than gradients and parameters.
 
-    Args:
-      name: The argument that the optimiser was passed as, for the message.
-      optimizer: An optax optimiser.
-      params: Parameters of the network; only their shapes are used.
+    `name` is the argument that it was passed as. Of `params` only the shapes are used.
     """
     try:
         state = jax.eval_shape(optimizer.init, params)
@@ -145,10 +138,9 @@ def check(name: str, optimizer: Any, params: PyTree) -> None:
             with_dtype_promotion(optimizer).update, params, state, params
         )
     except Exception as error:  # a user's optimiser may raise anything
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
             f"{name} cannot be used: it must need gradients and parameters only, no loss, value "
-            f"function or other argument ({line})"
+            f"function or other argument ({first_line(error)})"
         ) from error
     if not (trees.same_shapes(updates, params) and trees.same_shapes(new_state, state)):
         raise UsageError(
@@ -158,14 +150,6 @@ def check(name: str, optimizer: Any, params: PyTree) -> None:
 
 
 # Schedules: the factor of the learning rate as a function of progress, from 0 to 1.
-
-
-def _linear(end: float, warmup: float) -> optax.Schedule:
-    return optax.linear_schedule(1.0, end, 1)
-
-
-def _cosine_decay(end: float, warmup: float) -> optax.Schedule:
-    return optax.cosine_decay_schedule(1.0, 1, end)
 
 
 def _exponential_decay(end: float, warmup: float) -> optax.Schedule:
@@ -178,20 +162,14 @@ def _exponential_decay(end: float, warmup: float) -> optax.Schedule:
     return optax.exponential_decay(1.0, 1, end)
 
 
-def _warmup_constant(end: float, warmup: float) -> optax.Schedule:
-    return optax.warmup_constant_schedule(end, 1.0, warmup)
-
-
-def _warmup_cosine_decay(end: float, warmup: float) -> optax.Schedule:
-    return optax.warmup_cosine_decay_schedule(end, 1.0, warmup, 1, end)
-
-
-SCHEDULES: dict[str, Callable[[float, float], optax.Schedule]] = {
-    "linear": _linear,
-    "cosine_decay": _cosine_decay,
+SCHEDULES: dict[str, Callable[[float, float], optax.Schedule]] = {  # (end, warmup) -> schedule
+    "linear": lambda end, _: optax.linear_schedule(1.0, end, 1),
+    "cosine_decay": lambda end, _: optax.cosine_decay_schedule(1.0, 1, end),
     "exponential_decay": _exponential_decay,
-    "warmup_constant": _warmup_constant,
-    "warmup_cosine_decay": _warmup_cosine_decay,
+    "warmup_constant": lambda end, warmup: optax.warmup_constant_schedule(end, 1.0, warmup),
+    "warmup_cosine_decay": lambda end, warmup: optax.warmup_cosine_decay_schedule(
+        end, 1.0, warmup, 1, end
+    ),
 }
 
 

@@ -11,10 +11,6 @@ INIT, SAMPLE, DROP, SEND, TRAIN, PERSONAL = range(6)
 def stage_key(key: jax.Array, stage: int, t: Any = 0, i: Any = 0) -> jax.Array:
     """Returns a random key for one use of randomness, in round `t` for client `i`.
 
-    Args:
-      key: Key of the run's seed.
-      stage: The use: INIT, SAMPLE, DROP, SEND, TRAIN or PERSONAL, 0 to 5.
-      t: Round.
-      i: Client id.
+    `key` is that of the run's seed; `stage` is the use, such as INIT or TRAIN.
     """
     return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, stage), t), i)

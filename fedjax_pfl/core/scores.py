@@ -115,16 +115,10 @@ def _confusion(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> C
 def confusion_matrix(
     outputs: jax.Array, y: jax.Array, classes: jax.Array | None, mask: jax.Array
 ) -> jax.Array:
-    """Counts the examples of a batch by class and predicted class.
+    """Counts the examples of a batch by class (row) and predicted class (column): float32 [C, C].
 
-    Args:
-      outputs: Logits, [B, C].
-      y: Classes, int [B].
-      classes: Classes that the client uses, bool [C], or None for all.
-      mask: Examples to count, bool [B].
-
-    Returns:
-      float32 [C, C]; a row is a class, a column a predicted class.
+    `outputs` are logits [B, C], `y` classes [B]. `classes`: bool [C], those that the client uses;
+    None: all. `mask`, bool [B], is True for the examples to count.
     """
     logits = mask_logits(outputs, classes)
     actual = jax.nn.one_hot(y, logits.shape[-1]) * mask[:, None].astype(jnp.float32)

@@ -186,12 +186,7 @@ def _full_path(part: str, path: str) -> str:
 def _check_unchanged(name: str, function: str, part: str, new: PyTree, old: PyTree) -> None:
     """Raises UsageError if a part of the state changes its structure, shapes or dtypes.
 
-    Args:
-      name: Name of the method, for the message.
-      function: Name of the function that returned `new`, such as receive.
-      part: Name of the part: server, rows or client.
-      new: The part that the function returned.
-      old: The part that `init` returned.
+    `new` is what `function` returned for the part (server, rows or client), `old` what `init` did.
     """
     new_leaves, old_leaves = _leaves(new), _leaves(old)
     for path in [*old_leaves, *new_leaves]:

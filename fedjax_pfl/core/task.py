@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_pfl.core import scores
-from fedjax_pfl.core.errors import UsageError, nearest
+from fedjax_pfl.core.errors import UsageError, first_line, nearest
 from fedjax_pfl.core.scores import Metric
 
 
@@ -131,11 +131,7 @@ def check_labels(name: str, y: Any) -> None:
 def check_task(name: str, task: Task, outputs: Any, y: Any) -> None:
     """Raises UsageError if the loss or a metric fails or returns other shapes than required.
 
-    Args:
-      name: Name of the task, for the message.
-      task: The task.
-      outputs: Model outputs for n examples; only shapes and dtypes are used.
-      y: Labels of the same examples; only shapes and dtypes are used.
+    Of `outputs` and `y`, for the same examples, only shapes and dtypes are used.
     """
     n, metrics = outputs.shape[0], (*task.metrics, *task.optional_metrics)
     if not task.metrics:
@@ -151,10 +147,9 @@ def check_task(name: str, task: Task, outputs: Any, y: Any) -> None:
         try:
             result = jax.eval_shape(f, outputs, y, None)
         except Exception as error:  # a user's function may raise anything
-            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UsageError(
                 f"{name}: {part} fails for outputs {list(outputs.shape)} and y {list(y.shape)}: "
-                f"{line}"
+                f"{first_line(error)}"
             ) from error
         shapes = [leaf.shape for leaf in jax.tree.leaves(result)]
         valid = shapes == [(n,)] if part == "loss" else all(s[:1] == (n,) for s in shapes)
@@ -168,10 +163,7 @@ def check_task(name: str, task: Task, outputs: Any, y: Any) -> None:
 def select_metrics(task: Task, name: str, metric_names: Sequence[str]) -> Task:
     """Returns the task with the named metrics in this order, or unchanged if there are no names.
 
-    Args:
-      task: The task.
-      name: Name of the task, for error messages.
-      metric_names: Names of metrics or optional metrics of the task; others raise UsageError.
+    Raises UsageError for a name that is neither a metric nor an optional metric of the task.
     """
     available = {metric.name: metric for metric in (*task.metrics, *task.optional_metrics)}
     for metric_name in metric_names:

@@ -128,10 +128,7 @@ def put(tree: PyTree, ids: jax.Array, values: PyTree) -> PyTree:
 def where(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Selects rows of `new` where the condition is true, else of `old`.
 
-    Args:
-      condition: bool [K] or a scalar.
-      new: Leaves of shape [K, ...], or of any shape if the condition is a scalar.
-      old: Leaves of the same shapes.
+    The condition is bool [K] for leaves of shape [K, ...], or a scalar for leaves of any shape.
     """
 
     def choose(a: jax.Array, b: jax.Array) -> jax.Array:

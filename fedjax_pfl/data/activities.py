@@ -142,10 +142,7 @@ def pamap2(path: str, *, length: int = 128) -> Dataset:
         owner_train=owner_train,
         owner_names=owner_names,
         normalise=Normalisation("federation", np.ones(len(columns), bool), targets=False),
-        metadata={
-            "input": features,
-            "classes": [_PAMAP2_CLASSES.get(int(i), str(i)) for i in ids],
-        },
+        metadata={"input": features, "classes": [_PAMAP2_CLASSES.get(int(i), str(i)) for i in ids]},
     )
 
 

@@ -11,12 +11,8 @@ _TINY = 1e-12  # keeps a class selectable if its Dirichlet weight has underflowe
 def assign_examples(labels: Ints, counts: Ints, rng: np.random.Generator) -> Ints:
     """Assigns labelled examples to clients at random, without replacement.
 
+    `counts`, int [N, C], must have column sums of at most the number of examples of that class.
     Returns the client that holds each example, int32 [examples], -1 for an unused example.
-
-    Args:
-      labels: int [examples].
-      counts: int [N, C]; column sums are at most the number of examples of that class.
-      rng: Chooses the examples.
     """
     client = np.full(len(labels), -1, np.int32)
     ids = np.arange(len(counts), dtype=np.int32)
@@ -77,14 +73,9 @@ def can_pick(capacity: Ints, clients: int, picks: int) -> bool:
 def pick_classes(capacity: Ints, clients: int, picks: int, rng: np.random.Generator) -> np.ndarray:
     """Picks random distinct classes for each client, no class more often than its capacity.
 
-    `can_pick` must be True. Picks are uniform, except where that would leave too few classes for
-    the clients that follow. Returns the classes of each client, int [N, picks].
-
-    Args:
-      capacity: int [C], the number of clients that may pick each class.
-      clients: Number of clients N.
-      picks: Number of classes of each client.
-      rng: Chooses the classes.
+    `capacity`, int [C], is the number of clients that may pick each class; `can_pick` must be True.
+    Picks are uniform, except where that would leave too few classes for the clients that follow.
+    Returns the classes of each client, int [N, picks].
     """
     left = np.array(capacity)
     classes = np.zeros((clients, picks), np.int64)
@@ -121,14 +112,10 @@ def sample_counts(
 ) -> Ints:
     """Samples the classes of one client's examples by class weights, without replacement.
 
+    `available`, int [C], are the examples left of each class, at least `size` in total. `weights`
+    maps bool [C], True for classes with examples left, to their weights, float [C].
     Returns the number of examples of each class, int [C], which add up to `size`. Samples beyond
     the last example of a class are sampled again, from the classes that are left.
-
-    Args:
-      available: int [C], examples left of each class; at least `size` in total.
-      size: Number of examples of the client.
-      weights: Maps bool [C], True for classes with examples left, to their weights, float [C].
-      rng: Samples the classes.
     """
     counts = np.zeros_like(available)
     while (missing := size - int(counts.sum())) > 0:

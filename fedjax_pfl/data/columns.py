@@ -6,12 +6,7 @@ import numpy as np
 
 from fedjax_pfl.core.errors import UsageError, require_one_of
 from fedjax_pfl.data import labels
-from fedjax_pfl.data.dataset import (
-    PADDING,
-    Dataset,
-    Normalisation,
-    number_owners,
-)
+from fedjax_pfl.data.dataset import PADDING, Dataset, Normalisation, number_owners
 from fedjax_pfl.data.numbers import as_float
 from fedjax_pfl.data.tables import Table
 from fedjax_pfl.data.tokens import KINDS, encode_texts
@@ -187,14 +182,8 @@ def _labels(
     """Converts the label column.
 
     Returns y as for `Dataset`, the number of outputs, and metadata: "label", the column's name,
-    and "classes", their names, if a row has one class.
-
-    Args:
-      source: Name of the source, for messages.
-      roles: The settings.
-      files: The training table and, if there is one, the test table.
-      parts: Label column of each table.
-      y: Label columns of both tables, joined.
+    and "classes", their names, if a row has one class. `parts` are the label columns of the `files`
+    for training and testing, `y` the same joined.
     """
     name, label, kind = files[0].name, roles.label, roles.label_kind
     setting = f"{source}.label_kind"

@@ -206,14 +206,10 @@ def _check_examples(
     outputs: int,
     owners: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (x, y) of one set with the types for training, or raises UsageError.
+    """Returns the `examples` (x, y) of one set with the types for training, or raises UsageError.
 
-    Args:
-      label: Name of the set, for messages.
-      examples: x and y of the set.
-      train: x and y of the training set, whose shapes and kind of labels are required.
-      outputs: Number of outputs.
-      owners: Owner of each example, for messages, or None.
+    The shapes and the kind of labels of `train`, (x, y) of the training set, are required. `label`,
+    the name of the set, and `owners`, of each example, are for messages.
     """
     (x, y), (x_train, y_train) = examples, train
     if x.ndim < 2 or x.shape[1:] != x_train.shape[1:] or y.shape[1:] != y_train.shape[1:]:
@@ -261,11 +257,7 @@ def _check_owners(
 ) -> np.ndarray | None:
     """Returns owners [examples] as nonnegative integers or as stripped text, or raises UsageError.
 
-    Args:
-      name: Name of the dataset, for messages.
-      argument: Name of the argument that holds the owners, for messages.
-      owners: Person or device that each example comes from, by name or number, or None: no owners.
-      examples: Expected number of owners; None: any number.
+    None, no owners, is returned unchanged. `examples` is the required number; None: any number.
     """
     if owners is None:
         return None
@@ -301,7 +293,7 @@ def number_owners(
     Args:
       name: Name of the dataset, for messages.
       owners: Name or number of the owner of each training example, or None.
-      owners_test: Name or number of the owner of each test example, or None.
+      owners_test: The same for test examples.
       examples: Numbers of training and of test examples, to check lengths. None: no check.
 
     Returns:

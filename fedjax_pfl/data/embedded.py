@@ -119,12 +119,7 @@ Args:
 
 
 def sensors(
-    *,
-    owners: int = 12,
-    rows: int = 900,
-    length: int = 32,
-    stride: int = 8,
-    seed: int = 0,
+    *, owners: int = 12, rows: int = 900, length: int = 32, stride: int = 8, seed: int = 0
 ) -> Dataset:
     """Synthetic recordings of people who rest, walk or run: three channels, one owner per person.
 

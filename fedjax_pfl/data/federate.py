@@ -187,9 +187,7 @@ def portions(data: FederatedData, stored_classes: int) -> Portions:
     return Portions(count(data.train), count(data.validation), count(data.test))
 
 
-def _concatenate(
-    dataset: Dataset,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
+def _concatenate(dataset: Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
     """Joins training and test set. Returns x, y, owners, and bool [examples], True for testing.
 
     Owners are None if some examples have none.
@@ -215,16 +213,10 @@ def _split_before_partition(
 ) -> np.ndarray:
     """Selects the test and validation examples that do not depend on the partition.
 
-    Args:
-      split: "official": the source's test set is for testing. "shared": a random part of all
-        examples is for testing. "pooled": all examples are for training at first; `_split_clients`
-        splits those of each client after the partition.
-      is_test: bool [examples], True for the source's test set.
-      sizes: `test_fraction`, `validation_fraction` and `validation_examples` of `federate`.
-      rng: Chooses the examples.
-
-    Returns:
-      Use of each example, int [examples]: 0 for training, 1 for validation, 2 for testing.
+    With the split "pooled" all are for training at first; `_split_clients` splits those of each
+    client after the partition. `is_test`, bool [examples], is True for the source's test set.
+    `sizes` are `test_fraction`, `validation_fraction` and `validation_examples` of `federate`.
+    Returns the use of each example, int [examples]: _TRAIN, _VALIDATION or _TEST.
     """
     use = np.full(len(is_test), _TRAIN)
     if split == "pooled":
@@ -252,8 +244,7 @@ def _split_clients(
     """Splits each client's examples at random.
 
     `client`, int [examples], has the client of each example, -1 for none; `clients` is N. `test`
-    and `validation` are fractions of a client's examples. Returns the use of each example, int
-    [examples]: 0 for training, 1 for validation, 2 for testing.
+    and `validation` are fractions of a client's examples. Returns the use of each example.
     """
     use = np.full(len(client), _TRAIN)
     for rows in rows_by_id(client, clients):
@@ -318,13 +309,7 @@ def _permute(
     """Permutes each client's labels among the outputs that it uses.
 
     Returns the permuted label map, int32 [N, stored classes]: a client's output for a stored class.
-
-    Args:
-      label_map: int32 [N, stored classes] to permute; None for the identity.
-      classes: bool [N, outputs], the outputs of each client; None for all.
-      clients: Number of clients N.
-      outputs: Number of outputs.
-      rng: Samples the permutations.
+    `label_map` None is the identity. `classes`, bool [N, outputs], are each client's; None: all.
     """
     permutation = np.tile(np.arange(outputs, dtype=np.int32), (clients, 1))
     for i, row in enumerate(permutation):

@@ -191,14 +191,9 @@ def _split_by_lists(
 def _class_names(
     name: str, root: Path, levels: list[str], sets: dict[str, list[_Image]], parts: list[str]
 ) -> list[str]:
-    """Returns the names of all classes, sorted; raises UsageError if one has no images.
+    """Returns the names of all classes, sorted.
 
-    Args:
-      name: Name of the dataset, for messages.
-      root: The folder of the dataset.
-      levels: Meanings of the levels of folders.
-      sets: The images of the training and of the test set.
-      parts: The parts that are used.
+    Raises UsageError if a folder of a class, in one of the used `parts`, has no images in `sets`.
     """
     names = sorted({image.label for members in sets.values() for image in members})
     depth = levels.index("class") + 1
@@ -211,14 +206,7 @@ def _class_names(
 
 
 def _read_image(name: str, file: Path, size: int, mode: str) -> np.ndarray:
-    """Returns an image resized to uint8 [size, size, channels], or raises UsageError.
-
-    Args:
-      name: Name of the dataset, for the message.
-      file: Path of the image.
-      size: Height and width.
-      mode: Pillow's mode to convert to: RGB or L (gray).
-    """
+    """Returns an image as uint8 [size, size, channels] in Pillow's `mode`, or raises UsageError."""
     try:
         return pixels(file, mode, size)
     except ValueError as error:

@@ -46,14 +46,8 @@ def number_classes(
     """Numbers the distinct labels of `y` [rows] from 0, in ascending order.
 
     Returns class numbers, int32 [rows], and the label of each number as text.
-
-    Args:
-      name: Name of the file, for messages.
-      label: Name of the column.
-      setting: Name of the setting for the kind of labels, for messages.
-      kind: Its value: auto, class or number. auto raises UsageError if integers have so many
-        values that they are probably measurements.
-      y: Labels, numbers or text.
+    With the `kind` auto, raises UsageError if integers have so many values that they are probably
+    measurements; `label` is the name of the column and `setting` that of the kind.
     """
     classes, numbers = np.unique(y, return_inverse=True)
     is_large = len(classes) > max(_DISTINCT_LIMIT, len(y) // 100)
@@ -70,14 +64,9 @@ def are_measurements(
 ) -> bool:
     """Returns True if labels are real targets of a regression, False if they are classes.
 
+    `parts` has the column `label` of the tables, for training and perhaps for testing. The `kind`,
+    the value of `setting`, is auto, class or number.
     Raises UsageError if the files are ambiguous, or write one number in two ways.
-
-    Args:
-      tables: The training table and, if there is one, the test table.
-      parts: Label column of each table.
-      label: Name of the column.
-      setting: Name of the setting that decides, for messages.
-      kind: Its value: `auto`, `class` or `number`.
     """
     auto, first = kind == "auto" and not tables[0].classes.get(label), parts[0]
     if kind == "number" or first.ndim > 1:

@@ -165,17 +165,10 @@ def _label_last(x: np.ndarray, labels: np.ndarray) -> np.ndarray:
 def _characters(
     name: str, xs: Any, ys: Any, every_position: bool
 ) -> tuple[list[np.ndarray], list[np.ndarray], list[str]]:
-    """Encodes texts, and the character that follows each of them, as integers.
+    """Encodes the texts `xs` of training and test set, and the characters `ys` that follow them.
 
-    Args:
-      name: Name of the dataset, for messages.
-      xs: Texts of the training set and of the test set.
-      ys: The character after each text, for both sets.
-      every_position: Label every position with the next character, not only the last one.
-
-    Returns:
-      x of both sets, y of both sets, int32 [n, T], and the text of each token. Token 0 pads short
-      texts. y is -1 at a position without a label.
+    Returns x of both sets, y of both sets, int32 [n, T], and the text of each token. Token 0 pads
+    short texts. y is -1 at a position without a label: all but the last, unless `every_position`.
     """
     if not all(isinstance(y, str) and len(y) == 1 for part in ys for y in part):
         raise UsageError(f"{name}: examples are text, but labels are not one character each")

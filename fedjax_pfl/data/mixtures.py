@@ -112,12 +112,7 @@ def dirichlet_classes(
 
 
 def clusters(
-    pool: Pool,
-    rng: np.random.Generator,
-    *,
-    clusters: int = 3,
-    alpha: float = 0.4,
-    minimum: int = 2,
+    pool: Pool, rng: np.random.Generator, *, clusters: int = 3, alpha: float = 0.4, minimum: int = 2
 ) -> Counts:
     """Groups classes into random clusters and divides each cluster by shares from Dir(alpha).
 

@@ -65,12 +65,8 @@ def _standardise(
     """Standardises groups of examples, each by its own mean and deviation; others become 0.
 
     Returns float32 values of the same shape, and the mean and deviation, [features], of the last
-    group. Features outside the mask have mean 0 and deviation 1.
-
-    Args:
-      values: Array of shape [examples, ..., features].
-      mask: bool [features]; features to standardise.
-      groups: For each group, the rows to standardise and the rows that give mean and deviation.
+    group. Features outside `mask`, bool [features], have mean 0 and deviation 1. `groups` have the
+    rows of `values`, [examples, ..., features], to standardise, and those that give the moments.
     """
     result = np.zeros(values.shape, np.float32)
     step = rows_per_chunk(values)

@@ -82,14 +82,9 @@ def assign_parts(
 ) -> np.ndarray:
     """Assigns each owner's examples to its clients; their numbers differ by at most one.
 
+    `owner` and `use` are int [examples]; examples of each use are divided separately.
+    `first_client`, int [owners], is the first of the `per_owner` clients of each owner, or -1.
     Returns the client of each example, int32 [examples], -1 if its owner is not sampled.
-
-    Args:
-      owner: Owner of each example, int [examples].
-      use: Use of each example, int [examples]; examples of each use are divided separately.
-      first_client: First client of each owner, int [owners], or -1.
-      per_owner: Number of clients of each owner.
-      rng: Chooses the examples.
     """
     client = first_client[owner].astype(np.int32)
     if per_owner == 1:

@@ -148,12 +148,7 @@ def _builder(folder: Path) -> Any:
 
 
 def _value(example: Any, name: str) -> Any:
-    """Returns the only value, bytes or a number, of a feature of a record.
-
-    Args:
-      example: The record: features by name.
-      name: Name of the feature. If it has several values, the first is returned.
-    """
+    """Returns the first value, bytes or a number, of feature `name` of a record."""
     if name not in example:
         raise KeyError(f"a record has no feature {name}")
     feature = example[name]

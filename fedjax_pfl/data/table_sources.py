@@ -20,12 +20,8 @@ def _source(
 ) -> Callable[..., Dataset]:
     """Returns a source, a function of a path and settings, whose examples are rows of a table.
 
-    Args:
-      name: Name of the source, for messages.
-      read: Maps the path, the setting `test` and, if it is not empty, the setting `columns` to
-        (training table, test table or None).
-      summary: First line of the source's docstring.
-      test_meaning: Meaning of the setting `test`.
+    `read` maps the path, the setting `test` and, if it is not empty, the setting `columns` to the
+    tables. `summary` is the first line of the source's docstring, which has `test_meaning` too.
     """
 
     def source(
@@ -99,12 +95,9 @@ def _hugging_face(path: str, test: str) -> Tables:
 
 
 def _download(name: str, test: str, required: bool) -> Tables:
-    """Downloads a dataset by name.
+    """Downloads the dataset `name`, which is NAME or NAME#CONFIGURATION.
 
-    Args:
-      name: NAME or NAME#CONFIGURATION.
-      test: Name of the test split.
-      required: If True, raise UsageError if there is no such split; else there is no test table.
+    Without a split `test` there is no test table; UsageError if it is `required`.
     """
     try:
         import datasets

@@ -299,7 +299,11 @@ def _to_array(label: str, column: Any) -> np.ndarray:
     if types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
         return _to_array(label, compute.struct_field(column, "bytes"))
     if types.is_binary(kind) or types.is_large_binary(kind):
-        return _decode_images(label, column.to_pylist())
+        try:
+            return decode(column.to_pylist())
+        except (OSError, ValueError) as error:
+            line = first_line(error)
+            raise UsageError(f"{label}: its images cannot be decoded: {line}") from None
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         lengths = compute.unique(compute.list_value_length(column)).to_pylist()
         if len(lengths) != 1:
@@ -317,14 +321,3 @@ def _to_array(label: str, column: Any) -> np.ndarray:
     if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
         return column.to_numpy(zero_copy_only=False)
     raise UsageError(f"{label} has type {kind}; use numbers, text, lists of numbers or images")
-
-
-def _decode_images(label: str, files: list[bytes]) -> np.ndarray:
-    """Decodes contents of image files of one size to uint8 [n, height, width, channels].
-
-    `label` names the column in messages.
-    """
-    try:
-        return decode(files)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{label}: its images cannot be decoded: {first_line(error)}") from None

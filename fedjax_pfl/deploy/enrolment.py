@@ -21,13 +21,9 @@ _MAX_RESPONSE_BYTES = 16_000_000
 
 
 def request(run: str, i: int, settings: Mapping[str, Any], start: int) -> bytes:
-    """Encodes the request to enrol.
+    """Encodes the request that client `i` enrols in a run, which had `start` earlier starts.
 
-    Args:
-      run: Name of the run.
-      i: Client id.
-      settings: Settings that affect training, see `assembly.node_settings`.
-      start: Number of earlier starts of the run.
+    `settings` are those that affect training, see `assembly.node_settings`.
     """
     facts = {"kind": ENROL, "run": run, "client": i, "settings": settings}
     return wire.encode(facts, envelope={"start": start})

@@ -154,13 +154,8 @@ def _sums(
     """Computes count, mean and sum of squared deviations of the normalised columns.
 
     Returns the fields "sums" and "normalise" of `schema.NODE_DESCRIPTION`.
+    `columns`, bool [D], and `targets` say which inputs are normalised, and if targets are.
     Raises InvalidError if there are fewer than `least_rows` training examples.
-
-    Args:
-      arrays: The examples.
-      columns: bool [D]; True for inputs that are normalised.
-      targets: Whether targets are normalised too.
-      least_rows: Minimum number of training examples.
     """
     rows = np.asarray(arrays.train.rows[0])[: int(arrays.train.size[0])]
     if len(rows) < least_rows:

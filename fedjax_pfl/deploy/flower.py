@@ -195,13 +195,9 @@ class FlowerExchange:
     ) -> None:
         """Sends its pending request to each node that has not got it since it came online.
 
-        Messages expire a minute after `seconds`; None: after an hour and a minute.
-
-        Args:
-          pending: Requests without a response, by client id.
-          sent: Gets client id and Flower's node id of each message, by message id.
-          nodes: Nodes that are online, by client id.
-          seconds: Time for the responses.
+        `pending` and `nodes`, those that are online, are by client id. `sent` gets client id and
+        node id of each message, by message id. Messages expire a minute after `seconds`; None:
+        after an hour and a minute.
         """
         for i, (node, since) in nodes.items():
             if i not in pending or pending[i].sent_since == since:

@@ -17,12 +17,7 @@ _TERM_SECONDS = 10.0  # time between SIGTERM and SIGKILL
 
 
 def running_processes(home: str | Path, word: str = "") -> list[int]:
-    """Returns the ids of processes that have this FLWR_HOME in their environment.
-
-    Args:
-      home: The folder in FLWR_HOME.
-      word: Text that the command line must contain.
-    """
+    """Returns the ids of processes whose FLWR_HOME is `home` and whose command line has `word`."""
     marker, pids = f"FLWR_HOME={home}\0".encode(), list[int]()
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user

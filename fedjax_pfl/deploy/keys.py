@@ -92,12 +92,7 @@ def _certificate(
 ) -> x509.Certificate:
     """Creates a certificate that is valid for `_DAYS` days.
 
-    Args:
-      subject: Name of the owner.
-      issuer: Name of the signer.
-      key: Private key of the owner.
-      signer: Private key of the signer.
-      extensions: Extensions, each with True if it is critical.
+    `key` and `signer` are private keys of subject and issuer. Extensions have True if critical.
     """
     current_time = datetime.datetime.now(datetime.UTC)
     builder = (

@@ -180,15 +180,10 @@ class ServerPrograms:
         )
 
     def build_cohort(self, g: int, ids: Any, payloads: PyTree, uploads: PyTree, t: int) -> Cohort:
-        """Builds a group's cohort as the simulation does.
+        """Builds the cohort of group `g` in round `t` as the simulation does.
 
-        Args:
-          g: Index of the group.
-          ids: For each of the K slots the id of the client with an accepted upload, or None. A slot
-            without an upload gets an id out of range and weight 0.
-          payloads: Payloads, leaves of shape [K, ...].
-          uploads: Uploads, leaves of shape [K, ...].
-          t: Index of the round.
+        `ids` has, for each of the K slots, the client with an accepted upload, or None: the slot
+        gets an id out of range and weight 0. Leaves of payloads and uploads are [K, ...].
         """
         n = self.method.federation.clients
         has_upload = np.array([i is not None for i in ids])
@@ -201,6 +196,10 @@ class ServerPrograms:
             "weights": counts[padded_ids],
         }
         return Cohort(**slots, payloads=payloads, uploads=uploads, t=np.int32(t))
+
+
+# Programs of one client: `g` is the index of its architecture group, `payload` its download,
+# `client` its client-side state, and `inputs` its id, the round and its examples.
 
 
 def _key(method: Method) -> jax.Array:
@@ -230,15 +229,7 @@ def _context(method: Method, stage: int, i: Any, t: Any, data: Any = None) -> Cl
 def _train(
     method: Method, g: int, payload: PyTree, client: PyTree, inputs: RoundInputs
 ) -> TrainResult:
-    """Trains client `inputs.i`, of group `g`, for a round.
-
-    Args:
-      method: The method.
-      g: Index of the architecture group.
-      payload: Download.
-      client: Client-side state.
-      inputs: Client id, round and examples.
-    """
+    """Trains a client locally for a round."""
     ctx = _context(method, TRAIN, *inputs)
     upload, variables, new, metrics = method.group_algorithm(g).train(payload, client, ctx)
     return TrainResult(
@@ -256,15 +247,7 @@ def _check_upload(
 
     An upload is rejected if it is not finite, if the norm of its change overflows float32, or if
     that norm exceeds `max_update_norm`.
-
-    Args:
-      method: The method.
-      g: Index of the client's architecture group.
-      payload: Download.
-      upload: Upload.
-
-    Returns:
-      True if the upload is accepted, bytes downloaded by layer, and bytes uploaded by layer.
+    Returns True if it is accepted, bytes downloaded by layer, and bytes uploaded by layer.
     """
     squared_change = trees.squared_norm(trees.change(payload, upload))
     accepted = trees.all_finite(upload) & jnp.isfinite(squared_change)
@@ -278,16 +261,9 @@ def _check_upload(
 def _server_part(
     method: Method, g: int, client: PyTree, data: Any, state: State, i: jax.Array, t: jax.Array
 ) -> list[Any]:
-    """Computes the arrays that a client needs from the server for its personalised model.
+    """Computes the arrays that client `i` needs from the server for its personalised model.
 
-    Args:
-      method: The method.
-      g: Index of the client's architecture group.
-      client: Client-side state, or its shapes.
-      data: Examples of the client, or their shapes.
-      state: Server's state.
-      i: Client id.
-      t: Index of the round.
+    Of `client` and `data`, its examples, only shapes are used.
     """
     ctx = _context(method, PERSONAL, i, t, data)
     return split_personalize.server_part(method.group_algorithm(g).personalize, state, client, ctx)
@@ -298,13 +274,7 @@ def _client_part(
 ) -> PyTree:
     """Returns the variables of a client's personalised model, computed on the client.
 
-    Args:
-      method: The method.
-      g: Index of the client's architecture group.
-      state: Shapes of the server's state.
-      served_values: Arrays from the server that the model is computed from.
-      client: Client-side state.
-      inputs: Client id, round and examples.
+    `served_values` are the results of `_server_part`; of `state`, the server's, shapes are enough.
     """
     ctx = _context(method, PERSONAL, *inputs)
     return split_personalize.client_part(
@@ -321,17 +291,7 @@ def _score(
     client: PyTree,
     inputs: RoundInputs,
 ) -> Evaluation:
-    """Evaluates one client as the simulation does.
-
-    Args:
-      method: The method.
-      g: Index of the client's architecture group.
-      state: Shapes of the server's state.
-      served_values: Arrays from the server that the client's personalised model is computed from.
-      payload: Download for training; unused unless models are evaluated after local training.
-      client: Client-side state.
-      inputs: Client id, round and examples.
-    """
+    """Evaluates one client as the simulation does. For arguments see `ClientPrograms.score`."""
     algorithm = method.group_algorithm(g)
     client_examples = client_data(inputs.data, 0)
     test = Split(inputs.data.test.rows[0], inputs.data.test.size[0])

@@ -146,10 +146,7 @@ _MAX_SETTINGS = 1000  # values in one group or list of settings
 def settings(value: Any, path: str, depth: int = 8) -> None:
     """Checks the depth and the lengths of settings; their configuration checks the values.
 
-    Args:
-      value: Decoded JSON: a setting, or a group or list of settings.
-      path: Name of the value for the error.
-      depth: Largest number of groups and lists inside each other.
+    `depth` is the largest number of groups and lists inside each other.
     """
     requirement = f"settings: numbers, text and groups of them, at most {_MAX_SETTINGS} together"
     _need(depth >= 0, path, requirement)

@@ -88,14 +88,9 @@ def open_round(server: Server, server_state: ServerState, t: int) -> PendingRequ
 def open_evaluation(
     server: Server, server_state: ServerState, t: int, ids: Iterable[int], *, last: bool = False
 ) -> PendingRequests:
-    """Builds the requests of an evaluation.
+    """Builds the requests to evaluate the clients `ids` after `t` rounds.
 
-    Args:
-      server: The running server.
-      server_state: State to evaluate.
-      t: Number of rounds that were trained.
-      ids: Ids of the clients to evaluate.
-      last: The run ends after this evaluation, and clients save their models.
+    With `last` the run ends after this evaluation, and clients save their models.
     """
     facts = {"kind": EVALUATE, "run": server.run, "round": t, "last": last}
     method, parts_by_client = server.programs.method, {}
@@ -144,14 +139,10 @@ def _encode_requests(
 def _read_response(
     server: Server, pending: PendingRequests, i: int, content: bytes, template: PyTree
 ) -> wire.Message:
-    """Decodes a response; raises InvalidError if it does not answer the request in `pending`.
+    """Decodes the response `content` of client `i` to its request in `pending`.
 
-    Args:
-      server: The running server.
-      pending: The requests.
-      i: Id of the client that responded.
-      content: Received bytes.
-      template: Arrays that the response must hold, which bound its size.
+    Raises InvalidError if it answers no such request, or is much larger than the arrays of
+    `template`, which it must hold.
     """
     max_bytes = sum(map(trees.leaf_bytes, jax.tree.leaves(template))) + _SLACK
     expected = {
@@ -215,13 +206,8 @@ def _check_scores(task: Task, scores: Scores, examples: int, part: str) -> None:
     """Raises InvalidError if a percentage is outside 0 to 1 or another metric is too large.
 
     Numbers that are not finite pass, because reports leave them out. Also raises InvalidError if
-    the scores are not sums over the given number of examples.
-
-    Args:
-      task: Has the metrics and their units.
-      scores: Sums over a client's examples.
-      examples: Number of examples with which the client enrolled.
-      part: Name of the field of `Evaluation`, for the error.
+    the scores, of field `part` of `Evaluation`, are not sums over the number of examples with which
+    the client enrolled.
     """
     if scores.examples != examples:
         raise InvalidError(f"its {part} is not over the {examples} examples that it enrolled with")

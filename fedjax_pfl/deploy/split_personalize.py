@@ -53,11 +53,7 @@ def server_part(
 ) -> list[Any]:
     """Computes, on the server, the arrays that `client_part` reads. Returns them in that order.
 
-    Args:
-      personalize: The method's function.
-      state: Server state.
-      client: Shapes of the client-side state.
-      ctx: Context with shapes of the client's examples.
+    The client-side state `client` and the examples in `ctx` are shapes.
     """
     crossed: list[Any] = []
 
@@ -78,12 +74,7 @@ def client_part(
 ) -> PyTree:
     """Computes, on the client, the variables of the personalised model.
 
-    Args:
-      personalize: The method's function.
-      server_values: Values that `server_part` returned.
-      state: Shapes of the server state.
-      client: Client-side state.
-      ctx: Context with the client's examples.
+    `server_values` are those that `server_part` returned; the server's `state` has shapes.
     """
     remaining = list(server_values)
     variables = _evaluate_side(
@@ -99,13 +90,7 @@ def _evaluate_side(
     """Traces `personalize` and computes the part of the server or of the client.
 
     Returns the variables of the model; on the server, leaves that it cannot compute are None.
-
-    Args:
-      personalize: The method's function.
-      state: Server state; on the client, its shapes.
-      client: Client-side state; on the server, its shapes.
-      ctx: Context with the client's examples; on the server, their shapes.
-      side: The machine, with the values that it sends or receives.
+    `state` has shapes on the client; `client` and the examples in `ctx` have shapes on the server.
     """
     arguments = (state, client, ctx)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)

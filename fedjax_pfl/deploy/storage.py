@@ -67,9 +67,7 @@ class ClientDisk(NamedTuple):
     def write(self, record: RoundRecord, settled: int) -> None:
         """Writes a round atomically and removes the rounds that no request will name.
 
-        Args:
-          record: The round to write.
-          settled: Last round before this one whose update the server used.
+        `settled` is the last round before this one whose update the server used.
         """
         facts = {
             "round": record.round,

@@ -104,10 +104,7 @@ def run(
 def _node_settings(i: int, config: Mapping[str, Any], data: Sequence[str]) -> dict[str, Any]:
     """Returns the content of client `i`'s node file.
 
-    Args:
-      i: Client id.
-      config: Settings of the run.
-      data: Path of a node file, or empty: the node uses its part of the configured dataset.
+    `data` has the path of a node file, or is empty: the node uses its part of the run's dataset.
     """
     if data:
         content = node_file.json_object(Path(data[0]))
@@ -136,14 +133,8 @@ def _follow(
 ) -> None:
     """Logs the run's lines until it has an outcome, and restarts processes that end before.
 
-    Raises UsageError if the outcome is an error, or if the server's app keeps ending.
-
-    Args:
-      log_path: Log of the run.
-      wire_file: File that grows with each finished round.
-      processes: The trial's processes.
-      submit: Starts the server's app.
-      log: Called with each line.
+    `wire_file` grows with each finished round, and `submit` starts the server's app. Raises
+    UsageError if the outcome is an error, or if the server's app keeps ending.
     """
     lines_seen, restarts, next_start, size_at_start = 0, 0, 0.0, -1
     while True:

@@ -172,13 +172,7 @@ def _column_positions(
 ) -> tuple[np.ndarray, list[str]]:
     """Returns the new index of each of a column's words, int [len(texts)], and feature names.
 
-    There is one name for each new index.
-
-    Args:
-      name: Name of the dataset, for errors.
-      column: Name of the column.
-      texts: Words of the column, as its source numbers them.
-      vocabulary: Words of the node's file, or the number of values to hash words to.
+    There is one name for each new index. `texts` are the words as the source numbers them.
     """
     if isinstance(vocabulary, int):
         # Hashes are equal at all nodes.

@@ -47,9 +47,7 @@ class DropoutCNN(nn.Module):
     head = "fc2"  # name of the last layer
 
     @nn.compact
-    def __call__(
-        self, x: jax.Array, train: bool = False, mask: jax.Array | None = None
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, train: bool = False, mask: init.Mask = None) -> jax.Array:
         """Maps [B, H, W, C] to [B, outputs]; `mask` is ignored."""
         del mask
         glorot = nn.initializers.xavier_uniform()

@@ -37,9 +37,7 @@ class CNN1D(nn.Module):
         return (*body, self.head)
 
     @nn.compact
-    def __call__(
-        self, x: jax.Array, train: bool = False, mask: jax.Array | None = None
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, train: bool = False, mask: init.Mask = None) -> jax.Array:
         """Maps [B, T, C] to [B, outputs]; `mask` is bool [B], False for padding."""
         x = x[:, :, None]
         padding = ((self.kernel_size // 2,) * 2, (0, 0))

@@ -27,9 +27,7 @@ class FastText(nn.Module):
     head = "fc1"  # name of the last layer
 
     @nn.compact
-    def __call__(
-        self, x: jax.Array, train: bool = False, mask: jax.Array | None = None
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, train: bool = False, mask: init.Mask = None) -> jax.Array:
         """Maps int [B, T] to [B, outputs]; `train` and `mask` are ignored."""
         del train, mask
         embedded = nn.Embed(self.vocabulary, self.embedding, name="embed")(x)

@@ -44,10 +44,7 @@ class WithFeatures(NamedTuple):
 def width(method: str, network: Any, federation: Federation) -> int:
     """Returns the length d of the features [B, d]. Raises UsageError if they have another shape.
 
-    Args:
-      method: Name of the method that reads the features, for the message.
-      network: The network.
-      federation: Gives the shape of examples.
+    `method` is the name of the method that reads the features.
     """
     x = federation.examples(2)
 

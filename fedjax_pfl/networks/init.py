@@ -15,6 +15,8 @@ import jax.numpy as jnp
 
 from fedjax_pfl.networks.lowerings.conv import lowering
 
+Mask = jax.Array | None  # bool [B], False for padding; None: a batch without padding
+
 
 def uniform(fan_in: int) -> nn.initializers.Initializer:
     """Returns an initialiser that samples from U(-1/√fan_in, 1/√fan_in)."""
@@ -45,15 +47,8 @@ def conv(
 ) -> nn.Conv:
     """Returns a convolution, [B, H, W, inputs] -> [B, H', W', outputs].
 
-    Args:
-      inputs: Number of input channels.
-      outputs: Number of kernels.
-      kernel: Height and width of a kernel.
-      name: Name of the layer.
-      strides: Strides along height and width.
-      padding: As for `flax.linen.Conv`.
-      bias: Whether to add a bias.
-      lowered: Name of the lowering, see `lowerings.conv`.
+    `kernel` and `strides` are along height and width, `padding` is as for `flax.linen.Conv`, and
+    `lowered` is the name of a lowering, see `lowerings.conv`.
     """
     initializer = uniform(inputs * math.prod(kernel))
     return nn.Conv(

@@ -46,9 +46,7 @@ class LeNet(nn.Module):
         return f"fc{len(self.dense) + 1}"
 
     @nn.compact
-    def __call__(
-        self, x: jax.Array, train: bool = False, mask: jax.Array | None = None
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, train: bool = False, mask: init.Mask = None) -> jax.Array:
         """Maps [B, H, W, C] to [B, outputs]; `mask` is bool [B], False for padding."""
         window = (self.kernel_size, self.kernel_size)
         for i, kernels in enumerate(self.kernels, 1):

@@ -66,9 +66,7 @@ class LSTM(nn.Module):
         return ("embed", *(f"lstm{i}" for i in range(1, len(self.hidden) + 1)), self.head)
 
     @nn.compact
-    def __call__(
-        self, x: jax.Array, train: bool = False, mask: jax.Array | None = None
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, train: bool = False, mask: init.Mask = None) -> jax.Array:
         """Maps int [B, T] to [B, T, outputs]; `train` and `mask` are ignored."""
         del train, mask
         x = nn.Embed(self.vocabulary or self.outputs, self.embedding, name="embed")(x)

@@ -29,9 +29,7 @@ class MLP(nn.Module):
         return f"fc{len(self.hidden) + 1}"
 
     @nn.compact
-    def __call__(
-        self, x: jax.Array, train: bool = False, mask: jax.Array | None = None
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, train: bool = False, mask: init.Mask = None) -> jax.Array:
         """Maps [B, ...] to [B, outputs]; `train` and `mask` are ignored."""
         del train, mask
         x = x.reshape(x.shape[0], -1)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.networks import init
 from fedjax_pfl.networks.lowerings.conv import lowering
 from fedjax_pfl.networks.normalisation import batch_norm
 
@@ -82,9 +83,7 @@ class MobileNet(nn.Module):
         return blocks
 
     @nn.compact
-    def __call__(
-        self, x: jax.Array, train: bool = False, mask: jax.Array | None = None
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, train: bool = False, mask: init.Mask = None) -> jax.Array:
         """Maps [B, H, W, C] to [B, outputs]; `mask` is bool [B], False for padding."""
         if self.norm not in ("batch", "group"):
             raise UsageError(f"mobilenet.norm is {self.norm!r}; choose batch or group")

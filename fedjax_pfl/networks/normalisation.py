@@ -15,12 +15,9 @@ def batch_norm(x: jax.Array, train: bool, mask: jax.Array | None, name: str) -> 
     Deviations: the running variance averages biased batch variances; PyTorch averages unbiased
     ones.
 
-    Args:
-      x: Array of shape [B, ..., C].
-      train: Whether to use batch statistics and update the running ones.
-      mask: bool [B], the examples that statistics are computed from. If there are none, all are
-        used, which keeps values finite until the step is discarded.
-      name: Name of the layer.
+    `x` is [B, ..., C]. With `train`, statistics are those of the examples in `mask`, bool [B], and
+    the running ones are updated. If there are no examples, all rows are used, which keeps values
+    finite until the step is discarded.
     """
     if mask is not None:
         mask = (mask | ~jnp.any(mask)).reshape(-1, *(1,) * (x.ndim - 1))

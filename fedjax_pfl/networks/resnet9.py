@@ -32,9 +32,7 @@ class ResNet9(nn.Module):
         return (*(f"{kind}{i}" for i in range(1, 9) for kind in ("conv", "norm")), self.head)
 
     @nn.compact
-    def __call__(
-        self, x: jax.Array, train: bool = False, mask: jax.Array | None = None
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, train: bool = False, mask: init.Mask = None) -> jax.Array:
         """Maps [B, H, W, C] to [B, outputs]; `mask` is bool [B], False for padding."""
 
         def block(

@@ -211,13 +211,10 @@ def _match(
     own: Mapping[str, Sequence[_Leaf]],
     order: Sequence[str] | None,
 ) -> list[tuple[_Leaf, str]]:
-    """Returns each leaf of a network with the name of its array in a file.
+    """Returns each leaf of a network with the name of its array in the file `path`.
 
-    Args:
-      path: The file, for messages.
-      arrays: Its arrays by name.
-      own: Leaves of each layer of the network, from the input to the output.
-      order: Names of the file's layers in this order, or None.
+    `own` has the leaves of each layer from the input to the output, `order` the names of the file's
+    layers in this order, or None.
     """
     foreign: dict[str, _Shapes] = {}
     for name, array in arrays.items():

@@ -39,12 +39,7 @@ def layers_in_order(
 ) -> tuple[str, ...]:
     """Returns the names of the layers, ordered by the last use of any of their parameters.
 
-    Unused layers come first.
-
-    Args:
-      apply: (variables, x) -> outputs.
-      variables: Variables of the network, or their shapes.
-      x: Examples, or their shape.
+    Unused layers come first. `apply` maps (variables, x) to outputs; shapes are enough.
     """
     leaves = jax.tree_util.tree_leaves_with_path({"variables": variables})
     names = [trees.layer_name(path[1:]) for path, _ in leaves]
@@ -60,13 +55,7 @@ def layers_in_order(
 def vocabulary_size(apply: Callable[[PyTree, Any], Any], variables: PyTree, x: Any) -> int | None:
     """Returns the number of rows of the smallest array, such as an embedding, indexed by `x`.
 
-    Args:
-      apply: (variables, x) -> outputs.
-      variables: Variables of the network, or their shapes.
-      x: Tokens, or their shape.
-
-    Returns:
-      The number of rows, or None if the input is not used as an index.
+    None if the tokens `x` are not used as an index. Arguments as for `layers_in_order`.
     """
     trace = jax.make_jaxpr(apply)(variables, x).jaxpr
     rows = [

@@ -45,9 +45,7 @@ class Transformer(nn.Module):
         return ("embed", "positions", *blocks, "norm", self.head)
 
     @nn.compact
-    def __call__(
-        self, x: jax.Array, train: bool = False, mask: jax.Array | None = None
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, train: bool = False, mask: init.Mask = None) -> jax.Array:
         """Maps int [B, T] to [B, T, outputs]; `mask` is ignored."""
         del mask
         if self.width % self.heads:
@@ -70,11 +68,9 @@ class Transformer(nn.Module):
 
 
 def attention(qkv: jax.Array, heads: int) -> jax.Array:
-    """Computes causal multi-head attention. Returns an array of shape [B, T, D].
+    """Computes causal attention [B, T, D] from queries, keys and values [B, T, 3D], in this order.
 
-    Args:
-      qkv: Queries, keys and values, [B, T, 3D] in this order.
-      heads: Number of heads; each attends with D / heads of the D numbers.
+    Each of the `heads` attends with D / heads of the D numbers.
     """
     batch, length, _ = qkv.shape
     q, k, v = jnp.moveaxis(qkv.reshape(batch, length, 3, heads, -1), 2, 0)

@@ -167,15 +167,10 @@ class LinenNetwork(UserNetwork):
 
 
 def spread_mask(name: str, mask: jax.Array | None, x: jax.Array) -> jax.Array | None:
-    """Returns the mask of a batch in the shape that BatchNorm takes. Checks the batch axis.
+    """Returns the mask [B] of a batch in the shape that BatchNorm takes for its input x [B, ...].
 
-    Args:
-      name: Name of the network, for the message.
-      mask: bool [B] or None.
-      x: Input of the BatchNorm, [B, ...].
-
-    Returns:
-      bool [B, 1, ...] with the rank of x, all True if the batch is all padding. None without mask.
+    It is bool [B, 1, ...] with the rank of x, all True if the batch is all padding; None without
+    mask. Raises UsageError, which names the network, if x has another first axis.
     """
     if mask is None:
         return None
@@ -199,13 +194,8 @@ def random_evaluation_error(name: str) -> UsageError:
 def check_network(name: str, model: Any, x: Any) -> Any:
     """Checks by tracing that a user's network can be evaluated and trained, or raises UsageError.
 
-    Args:
-      name: Name of the network, for messages.
-      model: The network.
-      x: Examples [B, ...], or a ShapeDtypeStruct of them.
-
-    Returns:
-      ShapeDtypeStruct of the outputs, [B, outputs] or [B, T, outputs].
+    `x` are examples [B, ...], or a ShapeDtypeStruct of them. Returns a ShapeDtypeStruct of the
+    outputs, [B, outputs] or [B, T, outputs].
     """
     key = jax.eval_shape(jax.random.key, 0)
     variables = dict(jax.eval_shape(model.init, key, x))
@@ -250,16 +240,10 @@ def check_network(name: str, model: Any, x: Any) -> Any:
     return evaluated
 
 
-def check_tokens(name: str, model: Any, x: np.ndarray) -> tuple[int, int] | None:
-    """Looks for a token outside the vocabulary of a network.
+def check_tokens(model: Any, x: np.ndarray) -> tuple[int, int] | None:
+    """Looks for a token in x, int [examples, T], outside the vocabulary of a network.
 
-    Args:
-      name: Ignored.
-      model: The network.
-      x: Tokens, int [examples, T].
-
-    Returns:
-      (index of the first such token in the flattened x, vocabulary size), or None.
+    Returns (index of the first such token in the flattened x, vocabulary size), or None.
     """
     shape = jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype)
     variables = jax.eval_shape(model.init, jax.eval_shape(jax.random.key, 0), shape)

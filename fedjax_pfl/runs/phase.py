@@ -367,7 +367,7 @@ def _model(inputs: PhaseInputs, config: ConfigDict, conv: str) -> Any:
 
 def _check_vocabulary(inputs: PhaseInputs, name: str, model: Any) -> None:
     """Raises UsageError if `model`, with setting `name`, has no embedding of an example's token."""
-    if not (problem := check_tokens(name, model, inputs.arrays.x)):
+    if not (problem := check_tokens(model, inputs.arrays.x)):
         return
     place, size = problem
     row, column = divmod(place, int(np.prod(inputs.federation.input_shape)))

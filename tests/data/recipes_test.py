@@ -253,10 +253,7 @@ def test_labels_that_a_cast_would_change_are_refused(tmp_path, monkeypatch):
         np.savetxt("PAMAP2_Dataset/Protocol/subject101.dat", rows)
         assert line in message(load, "pamap2:PAMAP2_Dataset/Protocol")
     for name, line in (
-        (
-            "digit5:Digit-Five",
-            "digit5:Digit-Five: label 13 in example 0 is not an integer",
-        ),
+        ("digit5:Digit-Five", "digit5:Digit-Five: label 13 in example 0 is not an integer"),
         ("npz:two.npz", "label 2 in example 0 is not an integer from 0 to 1"),
         ("har:UCI HAR Dataset", "y_train.txt: label 1.89"),
     ):

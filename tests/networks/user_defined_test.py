@@ -145,11 +145,11 @@ class ModernTokens(nnx.Module):
 )
 def test_tokens_outside_the_vocabulary(net):
     x = np.arange(10, dtype=np.int32).reshape(2, 5) % 7
-    assert check_tokens("net", net, x) is None
+    assert check_tokens(net, x) is None
     x[1, 2] = 7
-    assert check_tokens("net", net, x) == (7, 7)
+    assert check_tokens(net, x) == (7, 7)
     x[0, 3] = -1
-    assert check_tokens("net", net, x) == (3, 7)
+    assert check_tokens(net, x) == (3, 7)
 
 
 class AlwaysDrops(nn.Module):

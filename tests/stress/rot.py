@@ -23,16 +23,7 @@ from fedjax_pfl.runs.resume import resume
 from fedjax_pfl.runs.run_state import Position, SweepRun
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation import ledger, stores
-from tests.stress.common import (
-    CONFIG,
-    Row,
-    copy,
-    digest,
-    one_line,
-    progress,
-    scratch,
-    store_suffix,
-)
+from tests.stress.common import CONFIG, Row, copy, digest, one_line, progress, scratch, store_suffix
 
 KINDS = ("bits flipped", "cut off", "overwritten", "emptied", "removed", "put in another's place")
 

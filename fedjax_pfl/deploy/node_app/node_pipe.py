@@ -16,12 +16,9 @@ _SOCKET = "worker"
 
 
 def ask(folder: Path, content: bytes, seconds: float = 120.0) -> bytes:
-    """Sends a request to a folder's worker and returns the response.
+    """Sends an encoded request to the worker of a node's folder and returns the response.
 
-    Args:
-      folder: The node's folder.
-      content: The encoded request.
-      seconds: Time to wait for a worker that is restarting.
+    Waits up to `seconds` for a worker that is restarting.
     """
     deadline = time.monotonic() + seconds
     while True:

@@ -5,15 +5,7 @@ from jax import lax
 
 
 def shifts(x: jax.Array, axis: int, size: int, stride: int, count: int) -> list[jax.Array]:
-    """Returns `size` views of x along `axis`; view i starts at i and has length `count`.
-
-    Args:
-      x: The array.
-      axis: The axis to slice.
-      size: Number of views.
-      stride: Step within a view.
-      count: Length of a view.
-    """
+    """Returns `size` views of x along `axis`: `count` entries, `stride` apart, from 0, 1, 2, ..."""
     span = (count - 1) * stride + 1
     return [lax.slice_in_dim(x, i, i + span, stride, axis) for i in range(size)]
 

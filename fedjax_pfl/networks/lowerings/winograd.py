@@ -51,16 +51,9 @@ def _transforms(side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def strided(x: jax.Array, k: jax.Array, strides: tuple[int, int], precision: Any) -> jax.Array:
-    """Convolves without padding. The kernel and strides must suit.
+    """Convolves x [B, H, W, C] with k [side, side, C, O] without padding: [B, H', W', O].
 
-    Args:
-      x: Images [B, H, W, C].
-      k: Kernel [side, side, C, O].
-      strides: Strides along height and width.
-      precision: Precision of the products.
-
-    Returns:
-      Images [B, H', W', O].
+    The kernel and `strides`, along height and width, must suit.
     """
     if strides == (2, 2):
         odd = [(0, size % 2) for size in x.shape[1:3]]
