@@ -12,7 +12,14 @@ from fedjax_pfl.report import client_figures, comparison, drawing, references
 from fedjax_pfl.report.comparison import PairedTest
 from fedjax_pfl.report.drawing import Picture
 from fedjax_pfl.report.html_page import figure_block
-from fedjax_pfl.report.numbers import format_score, metric_name, metric_of, number
+from fedjax_pfl.report.numbers import (
+    direction,
+    format_score,
+    mean_score,
+    metric_name,
+    metric_of,
+    number,
+)
 from fedjax_pfl.report.run_reader import Record, Run
 
 _MAX_NAMED = 30  # clients whose names fit below the axis
@@ -80,9 +87,8 @@ def draw(run: Run, reference_runs: Mapping[str, Run]) -> Picture | None:
             if other["client"] in rows
         }
         title, compared = f"Gain of each client over {best}", f"between this run and {best}"
-    sign = 1 if metric.higher_is_better else -1
     gains = {
-        i: sign * (number(row.get(name)) - number(other.get(column)))
+        i: direction(metric) * (number(row.get(name)) - number(other.get(column)))
         for i, (row, name, other) in pairs.items()
     }
     ids = sorted((i for i, gain in gains.items() if gain == gain), key=gains.__getitem__)
@@ -144,15 +150,11 @@ def _best(run: Run, reference_runs: Mapping[str, Run]) -> str | None:
     """Returns the label of the run with the best last score before local training, or None."""
     metric = metric_of(run.metrics)
     scores = {
-        name: _mean(other.metrics, metric, "before") for name, other in reference_runs.items()
+        name: mean_score(other.metrics[-1], metric, "before")
+        for name, other in reference_runs.items()
     }
     finite = [name for name, score in scores.items() if score == score]
-    sign = 1 if metric.higher_is_better else -1
-    return max(finite, key=lambda name: sign * scores[name], default=None)
-
-
-def _mean(metrics: Sequence[Record], metric: Metric, stage: str) -> float:
-    return number((metrics[-1].get(stage) or {}).get(f"{metric.name}_mean"))
+    return max(finite, key=lambda name: direction(metric) * scores[name], default=None)
 
 
 def _verdict(run: Run, reference: Run) -> str:
@@ -174,7 +176,7 @@ def _verdict(run: Run, reference: Run) -> str:
 def _stages_sentence(metrics: Sequence[Record]) -> str:
     """Returns a sentence with the last mean scores before and after local training."""
     metric = metric_of(metrics)
-    before, after = (_mean(metrics, metric, stage) for stage in drawing.STAGES)
+    before, after = (mean_score(metrics[-1], metric, stage) for stage in drawing.STAGES)
     sentence = f"The mean {metric_name(metric)} is {format_score(metric, before)} as served"
     if after == after:
         sentence += f" and {format_score(metric, after)} after one more local training"

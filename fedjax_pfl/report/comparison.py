@@ -13,7 +13,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import method_labels, run_reader
 from fedjax_pfl.report.figures import Curve
 from fedjax_pfl.report.html_page import flatten
-from fedjax_pfl.report.numbers import metric_of, number
+from fedjax_pfl.report.numbers import direction, mean_score, metric_of, number
 from fedjax_pfl.report.run_reader import Record, Run
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.general import settings_with
@@ -193,13 +193,13 @@ def curve(row: Row) -> Curve:
     """Returns scores before local training and bytes at the rounds evaluated under all seeds."""
     by_round = [{line["round"]: line for line in run.metrics} for run in row.runs]
     rounds = sorted(set.intersection(*(set(lines) for lines in by_round)))
-    name = metric_of(row.runs[0].metrics).name
+    metric = metric_of(row.runs[0].metrics)
 
     def values(value: Callable[[Record], float]) -> np.ndarray:  # [seeds, rounds]
         return np.array([[value(lines[r]) for r in rounds] for lines in by_round])
 
     moved = values(lambda line: number(line.get("bytes_down")) + number(line.get("bytes_up")))
-    scores = values(lambda line: number((line["before"] or {}).get(f"{name}_mean")))
+    scores = values(lambda line: mean_score(line, metric, "before"))
     return Curve(
         rounds=rounds,
         bytes_moved=moved.mean(0).tolist(),
@@ -230,8 +230,7 @@ def paired_test(row: Row, baseline: Row, stage: str) -> PairedTest | str:
 
 
 def _count_better(row: Row, difference: np.ndarray) -> int:
-    higher_is_better = metric_of(row.runs[0].metrics).higher_is_better
-    return int(np.sum(difference > 0 if higher_is_better else difference < 0))
+    return int(np.sum(direction(metric_of(row.runs[0].metrics)) * difference > 0))
 
 
 def extremes(
@@ -246,12 +245,9 @@ def extremes(
     names = {client["client"]: client.get("owner") for client in row.runs[0].clients}
     if isinstance(difference, str) or not any(names.values()):
         return None
-    higher_is_better = metric_of(row.runs[0].metrics).higher_is_better
+    sign = direction(metric_of(row.runs[0].metrics))
     clients = dict.fromkeys(client for _, client, _ in _scores(row, stage))
-    gains = sorted(
-        zip(clients, difference.tolist(), strict=True),
-        key=lambda gain: gain[1] if higher_is_better else -gain[1],
-    )
+    gains = sorted(zip(clients, difference.tolist(), strict=True), key=lambda gain: sign * gain[1])
     worst, best = ((str(names[client]), value) for client, value in (gains[0], gains[-1]))
     return best, worst
 

@@ -8,10 +8,7 @@
     figures/curves.pdf, .png   the curves, with bands over seeds
 """
 
-import html
-import io
 import math
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ from fedjax_pfl.report import (
 )
 from fedjax_pfl.report.comparison import PairedTest, Row
 from fedjax_pfl.report.numbers import (
+    direction,
     format_mean_std,
     format_p,
     metric_of,
@@ -59,7 +57,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             (row, [*_results(row, metric), *[_share(share)] * has_local])
             for row, share in zip(rows, shares, strict=True)
         ],
-        [*[_direction(metric)] * 3, -1, -1, 0, 0, *[1] * has_local],
+        [*[direction(metric)] * 3, -1, -1, 0, 0, *[1] * has_local],
     )
     diagnostics = _diagnostics(rows)
     if len(rows) < 2:
@@ -73,15 +71,11 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             "over clients, each with its mean over seeds, before and after local training.",
             ["before", "p", "after", "p", "clients"],
             [(row, _tests(row, rows[0], metric)) for row in rows[1:]],
-            [_direction(metric), 0, _direction(metric), 0, 0],
+            [direction(metric), 0, direction(metric), 0, 0],
         ),
         *_extremes(rows, metric),
         *diagnostics,
     ]
-
-
-def _direction(metric: Metric) -> int:
-    return 1 if metric.higher_is_better else -1
 
 
 def _table(
@@ -248,9 +242,7 @@ def as_csv(rows: Sequence[Row]) -> str:
         lines.append(
             line | {"paired_clients": pairs} | {f"diagnostic_{k}": v for k, v in observed.items()}
         )
-    buffer = io.StringIO()
-    csv_tables.write(buffer, lines)
-    return buffer.getvalue().rstrip("\n")
+    return csv_tables.text(lines).rstrip("\n")
 
 
 FORMATS: dict[str, Callable[[Sequence[Row]], str]] = {
@@ -293,38 +285,29 @@ def _page(rows: Sequence[Row], result_tables: Sequence[Table], picture: drawing.
     datasets = dict.fromkeys(str(row.config.get("dataset", "?")) for row in rows)
     count = sum(len(row.runs) for row in rows)
     facts = [", ".join(datasets), f"{count} run" + "s" * (count > 1)]
-    sections = "\n".join(
-        f"<section>\n<h2>{table.title}</h2>\n"
-        + html_page.table_block(
-            table.caption,
-            table.heads,
-            *(
-                [[_breakable(label), *cells] for label, *cells in part]
-                for part in (table.rows, table.variants)
-            ),
+    sections = []
+    for table in result_tables:
+        papers, variants = (
+            [[html_page.breakable(label, 28), *cells] for label, *cells in part]
+            for part in (table.rows, table.variants)
         )
-        + "\n</section>"
-        for table in result_tables
-    )
+        block = html_page.table_block(table.caption, table.heads, papers, variants)
+        sections.append(html_page.section(table.title, block))
     runs = [
-        [_breakable(row.label), str(run.seed), str(run.metrics[-1]["round"]), str(run.directory)]
+        [
+            html_page.breakable(row.label, 28),
+            str(run.seed),
+            str(run.metrics[-1]["round"]),
+            str(run.directory),
+        ]
         for row in rows
         for run in row.runs
     ]
-    body = f"""{sections}
-<section>
-<h2>Curves</h2>
-{html_page.figure_block(picture, "curves")}
-</section>
-<section>
-<h2>Runs</h2>
-{html_page.table_block("Runs of each row.", ["seed", "rounds", "directory"], runs)}
-</section>
-{html_page.settings_block("Settings that all have in common", shared)}"""
+    run_table = html_page.table_block("Runs of each row.", ["seed", "rounds", "directory"], runs)
+    sections += [
+        html_page.section("Curves", html_page.figure_block(picture, "curves")),
+        html_page.section("Runs", run_table),
+        html_page.settings_block("Settings that all have in common", shared),
+    ]
     title = f"{len(rows)} configurations compared" if len(rows) > 1 else _label(rows[0])
-    return html_page.page(title, facts, body)
-
-
-def _breakable(label: str) -> str:
-    """Returns a label as HTML with line breaks."""
-    return "<br>".join(html.escape(line) for line in textwrap.wrap(label, 28))
+    return html_page.page(title, facts, "\n".join(sections))

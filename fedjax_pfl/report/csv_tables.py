@@ -1,19 +1,21 @@
 """CSV files whose text a spreadsheet does not evaluate as formulas."""
 
 import csv
+import io
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 _FORMULA = re.compile(r"'*[=+\-@\t\r]")  # start of a cell that a spreadsheet may evaluate
 
 
-def write(file: TextIO, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes a CSV header and rows (dicts); columns in order of appearance, missing cells empty."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
+def text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a CSV header and rows; columns in order of appearance, missing cells are empty."""
+    names, file = list(dict.fromkeys(name for row in rows for name in row)), io.StringIO()
     writer = csv.DictWriter(file, names, lineterminator="\n")
     writer.writeheader()
     writer.writerows({name: escaped(value) for name, value in row.items()} for row in rows)
+    return file.getvalue()
 
 
 def escaped(value: Any) -> Any:

@@ -4,6 +4,7 @@ import html
 import io
 import json
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -184,10 +185,17 @@ def settings_list(settings: Iterable[tuple[str, str]]) -> str:
 
 def settings_block(title: str, settings: Iterable[tuple[str, str]]) -> str:
     """Returns an HTML section: a title (text), then settings, pairs of dotted name and value."""
-    return f"""<section>
-<h2>{html.escape(title)}</h2>
-{settings_list(settings)}
-</section>"""
+    return section(html.escape(title), settings_list(settings))
+
+
+def section(title: str, *blocks: str) -> str:
+    """Returns an HTML section with a title and blocks, all HTML."""
+    return "\n".join(["<section>", f"<h2>{title}</h2>", *blocks, "</section>"])
+
+
+def breakable(label: str, width: int) -> str:
+    """Returns a label as HTML with line breaks, at most `width` characters in a line."""
+    return "<br>".join(html.escape(line) for line in textwrap.wrap(label, width))
 
 
 def figure_block(picture: Picture, name: str) -> str:
@@ -218,7 +226,7 @@ def section_block(pictures: dict[str, Picture], title: str, text: str, names: Se
     if not text and not blocks:
         return ""
     grid = '<div class="figures">\n{}\n</div>'.format("\n".join(blocks)) if blocks else ""
-    return f"<section>\n<h2>{title}</h2>\n{text}\n{grid}\n</section>"
+    return section(title, text, grid)
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

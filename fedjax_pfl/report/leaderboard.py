@@ -188,7 +188,7 @@ def page(leaderboard: Mapping[str, Any]) -> str:
         )
         block = html_page.table_block(ranking.caption, ranking.heads, rows, variants)
         picture = html_page.figure_block(draw(name, column), name)
-        blocks.append(f"<section>\n<h2>{html.escape(name)}</h2>\n{block}\n{picture}\n</section>")
+        blocks.append(html_page.section(html.escape(name), block, picture))
     facts = [f"commit {', '.join(commits(leaderboard))}", "a click on a head sorts by it"]
     return html_page.page("Leaderboard", facts, "\n".join(blocks) + _SORT)
 

@@ -55,13 +55,6 @@ class Logger(NamedTuple):
         self.log(line)
 
 
-class _Log(NamedTuple):
-    """Log that has been started."""
-
-    append: Callable[[Mapping[str, Any]], None]
-    close: Callable[[], None]
-
-
 def tensorboard(directory: str | Path) -> Logger:
     """Returns a logger that writes an event file for TensorBoard to `directory`/tensorboard."""
     return _logger("tensorboard", Path(directory), _start_tensorboard)
@@ -120,8 +113,10 @@ def parameters(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | 
     return named
 
 
-def _logger(name: str, directory: Path, start: Callable[[Path, Mapping[str, Any]], _Log]) -> Logger:
-    """Returns a logger that calls start(directory, settings) at its first line.
+def _logger(
+    name: str, directory: Path, start: Callable[[Path, Mapping[str, Any]], Logger]
+) -> Logger:
+    """Returns a logger that calls start(directory, settings) -> logger at its first line.
 
     Raises UsageError if the packages of `name` are not installed.
     """
@@ -134,12 +129,12 @@ def _logger(name: str, directory: Path, start: Callable[[Path, Mapping[str, Any]
         raise UsageError(
             f"{name} is not installed ({error}); run pip install 'fedjax_pfl[{name}]'"
         ) from None
-    started: list[_Log] = []
+    started: list[Logger] = []
 
     def log(line: Mapping[str, Any]) -> None:
         with _as_usage_error(name):
             if started:
-                started[0].append(line)
+                started[0].log(line)
                 return
             run = None
             if (directory / run_reader.METRICS).is_file():
@@ -148,8 +143,8 @@ def _logger(name: str, directory: Path, start: Callable[[Path, Mapping[str, Any]
             started.append(start(directory, parameters(run.config if run else {})))
             for earlier in run.metrics if run else ():
                 if earlier["round"] < line["round"]:
-                    started[0].append(earlier)
-            started[0].append(line)
+                    started[0].log(earlier)
+            started[0].log(line)
 
     def close() -> None:
         with _as_usage_error(name):
@@ -184,7 +179,7 @@ def _time_of(start: float, line: Mapping[str, Any]) -> float:
     return start + sum(line.get(f"{part}seconds") or 0 for part in ("", "compile_", "checkpoint_"))
 
 
-def _start_tensorboard(directory: Path, settings: Mapping[str, Any]) -> _Log:
+def _start_tensorboard(directory: Path, settings: Mapping[str, Any]) -> Logger:
     from tensorboardX.proto.summary_pb2 import Summary
     from tensorboardX.summary import hparams
 
@@ -204,7 +199,7 @@ def _start_tensorboard(directory: Path, settings: Mapping[str, Any]) -> _Log:
         with open(path, "ab") as file:
             file.write(record)
 
-    return _Log(append, lambda: None)
+    return Logger(append, lambda: None)
 
 
 def _record(**fields: Any) -> bytes:
@@ -218,7 +213,7 @@ def _record(**fields: Any) -> bytes:
     return length + sums[0] + content + sums[1]
 
 
-def _start_wandb(directory: Path, settings: Mapping[str, Any]) -> _Log:
+def _start_wandb(directory: Path, settings: Mapping[str, Any]) -> Logger:
     import wandb
 
     folder = directory / "wandb"
@@ -251,10 +246,10 @@ def _start_wandb(directory: Path, settings: Mapping[str, Any]) -> _Log:
     def append(line: Mapping[str, Any]) -> None:
         run.log(dict(scalars(line)), step=line["round"])
 
-    return _Log(append, run.finish)
+    return Logger(append, run.finish)
 
 
-def _start_mlflow(directory: Path, settings: Mapping[str, Any]) -> _Log:
+def _start_mlflow(directory: Path, settings: Mapping[str, Any]) -> Logger:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param
     from mlflow.exceptions import MlflowException
@@ -284,7 +279,7 @@ def _start_mlflow(directory: Path, settings: Mapping[str, Any]) -> _Log:
         values = [Metric(key, v, milliseconds, line["round"]) for key, v in scalars(line)]
         client.log_batch(run_id, metrics=values)
 
-    return _Log(append, lambda: client.set_terminated(run_id))
+    return Logger(append, lambda: client.set_terminated(run_id))
 
 
 def _saved_id(folder: Path) -> str:

@@ -47,6 +47,16 @@ def _custom_metric(name: str, properties: Record) -> Metric:
     return ACCURACY._replace(name=name, unit=unit, higher_is_better=higher_is_better)
 
 
+def mean_score(line: Record, metric: Metric, stage: str) -> float:
+    """Returns the mean over clients in a line of metrics.jsonl, or NaN; `stage` as in the line."""
+    return number((line.get(stage) or {}).get(f"{metric.name}_mean"))
+
+
+def direction(metric: Metric) -> int:
+    """Returns 1 if a higher score is better, else -1."""
+    return 1 if metric.higher_is_better else -1
+
+
 def metric_title(metric: Metric) -> str:
     """Returns the metric's name for the start of a sentence."""
     return metric_name(metric).capitalize() if len(metric.name) > 4 else metric.name.upper()

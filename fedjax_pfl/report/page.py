@@ -30,9 +30,11 @@ from fedjax_pfl.report import (
 from fedjax_pfl.report.drawing import Picture
 from fedjax_pfl.report.html_page import table_block
 from fedjax_pfl.report.numbers import (
+    direction,
     format_bytes,
     format_score,
     format_score_without_percent,
+    mean_score,
     metric_name,
     metric_of,
     metric_title,
@@ -251,7 +253,7 @@ def _headline(metrics: Sequence[Record], deviation: float | None) -> str:
     for stage in _stages(last):
         notes = [f"mean over {_clients_in(last[stage])}, round {last['round']}"]
         if best is not None and best.get(stage):
-            value = format_score(metric, number(best[stage].get(f"{metric.name}_mean")))
+            value = format_score(metric, mean_score(best, metric, stage))
             value_text = value.replace(" ", "\N{NO-BREAK SPACE}")
             notes.append(f"best round {best['round']}: {value_text}")
         elif last.get("best_round") == last["round"]:
@@ -262,7 +264,7 @@ def _headline(metrics: Sequence[Record], deviation: float | None) -> str:
                 f"rmse {rmse:.3g}, {rmse / deviation:.2g} of the targets' standard deviation, "
                 "which is the rmse of predicting their mean"
             )
-        value = format_score(metric, number(last[stage].get(f"{metric.name}_mean")))
+        value = format_score(metric, mean_score(last, metric, stage))
         cards.append((f"{metric_title(metric)} {drawing.STAGES[stage]}", stage, value, notes))
     down, up = number(last.get("bytes_down")), number(last.get("bytes_up"))
     directions = [f"{format_bytes(down)} down", f"{format_bytes(up)} up"]
@@ -327,10 +329,11 @@ def _clients(run: Run) -> str:
     def score(row: Mapping[str, Any], stage: str) -> float:
         return number(row.get(f"{stage}_{metric.name}"))
 
-    sign = 1 if metric.higher_is_better else -1
     scores = ((score(row, "before"), row) for row in tested)
     # Scores that are not finite come first.
-    in_order = [row for _, row in sorted(scores, key=lambda s: (s[0] == s[0], sign * s[0]))]
+    in_order = [
+        row for _, row in sorted(scores, key=lambda s: (s[0] == s[0], direction(metric) * s[0]))
+    ]
     rows = [
         (
             html.escape(client_figures.client_name(row)),

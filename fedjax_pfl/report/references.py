@@ -13,7 +13,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import comparison, method_labels, run_reader
 from fedjax_pfl.report.comparison import PairedTest, Row
 from fedjax_pfl.report.html_page import flatten
-from fedjax_pfl.report.numbers import format_p, format_score, metric_of, number
+from fedjax_pfl.report.numbers import direction, format_p, format_score, mean_score, metric_of
 from fedjax_pfl.report.run_reader import Run
 from fedjax_pfl.settings.configuration import Registry
 from fedjax_pfl.settings.general import SETTING_GROUPS, settings_with
@@ -209,13 +209,10 @@ def stage_sentence(run: Run, name: str, reference: Run, stage: str, intro: str) 
     "before" or "after" local training.
     """
     metric = metric_of(run.metrics)
-    score, reference_score = (
-        number((r.metrics[-1].get(stage) or {}).get(f"{metric.name}_mean"))
-        for r in (run, reference)
-    )
+    score, reference_score = (mean_score(r.metrics[-1], metric, stage) for r in (run, reference))
     if math.isnan(score) or math.isnan(reference_score):  # not evaluated, or not finite
         return ""
-    gain = (score - reference_score) * (1 if metric.higher_is_better else -1)
+    gain = (score - reference_score) * direction(metric)
     size = f"{100 * abs(gain):.2f} points" if metric.unit == "%" else f"{abs(gain):.4g}"
     verdict = f"{size} better than" if gain > 0 else f"{size} worse than" if gain else "as good as"
     scores = f"{format_score(metric, score)} against {format_score(metric, reference_score)}"

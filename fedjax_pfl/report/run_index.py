@@ -43,5 +43,5 @@ class RunIndex:
 
         The run may be unfinished. `registry` has components by name, user-defined ones included.
         """
-        resolved = json.loads(json.dumps(configuration.resolve(config, registry)))
+        resolved = run_reader.as_json(configuration.resolve(config, registry))
         return (key := self.key(resolved)), self.runs.get(key)

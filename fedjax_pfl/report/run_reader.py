@@ -90,8 +90,13 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def read_provenance(directory: Path) -> dict[str, Any]:
     """Reads command, versions and date of a run; returns {} if the file is missing or damaged."""
+    return {str(key): str(value) for key, value in _intact(directory / PROVENANCE).items()}
+
+
+def _intact(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file, or {} if it is missing or damaged."""
     try:
-        return {str(key): str(value) for key, value in _json(directory / PROVENANCE).items()}
+        return _json(path)
     except (OSError, ValueError):
         return {}
 
@@ -106,27 +111,20 @@ def read_digest(directory: Path, key: str = "digest") -> str | None:
 
     `key` is "digest", or "initial_weights" for the digest of that file.
     """
-    try:
-        return str(_json(directory / EXAMPLES)[key])
-    except (OSError, ValueError, KeyError):
-        return None
+    value = _intact(directory / EXAMPLES).get(key)
+    return None if value is None else str(value)
 
 
 def read_deviation(directory: Path) -> float | None:
     """Returns the standard deviation of a regression's targets, from data.json; None: unknown."""
-    try:
-        deviation = float(_json(directory / EXAMPLES)["score_deviation"])
-        return deviation if 0 < deviation < _MAX_NUMBER else None
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+    value = _intact(directory / EXAMPLES).get("score_deviation")
+    return value if isinstance(value, int | float) and 0 < value < _MAX_NUMBER else None
 
 
 def read_class_names(directory: Path) -> list[str]:
     """Returns the names of the classes in data.json, or [] if they have none."""
-    try:
-        return [str(name) for name in _json(directory / EXAMPLES)["classes"]]
-    except (OSError, ValueError, TypeError, KeyError):
-        return []
+    classes = _intact(directory / EXAMPLES).get("classes")
+    return [str(name) for name in classes] if isinstance(classes, list) else []
 
 
 def _read_file(path: Path, hint: str, read_content: Callable[[Path], Any]) -> Any:

@@ -59,7 +59,7 @@ def load_result(
     experiment = build(settings, registry=registry, plans=run_directory.read_plans(directory))
     run_directory.check_examples(directory, example_facts(experiment))
     store = checkpoints.open_store(directory / "checkpoints", read_only=True)
-    resolved = json.loads(json.dumps(configuration.resolve(settings, registry)))
+    resolved = run_reader.as_json(configuration.resolve(settings, registry))
     try:
         at, state, best = restore(experiment, store, state_templates(experiment), last, resolved)
     except checkpoints.DamagedError as error:

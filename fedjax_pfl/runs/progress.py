@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_pfl.core.scores import Metric
+from fedjax_pfl.report import numbers
 from fedjax_pfl.report.numbers import format_bytes, format_score, metric_name, number
 from fedjax_pfl.runs.build import Experiment
 from fedjax_pfl.runs.run_state import SweepRun
@@ -39,7 +40,7 @@ def mean_score(metric: Metric, lines: Sequence[Mapping[str, Any]], stage: str) -
     `lines` has the last line of metrics.jsonl of each run; `stage` is "before" or "after" (local
     training).
     """
-    values = [number((line[stage] or {}).get(f"{metric.name}_mean")) for line in lines]
+    values = [numbers.mean_score(line, metric, stage) for line in lines]
     finite = [value for value in values if np.isfinite(value)]
     return format_score(metric, float(np.mean(finite))) if finite else ""
 

@@ -184,9 +184,7 @@ def append_metrics(directory: Path, line: dict[str, Any]) -> None:
 
 def write_clients(directory: Path, rows: list[dict[str, Any]]) -> None:
     """Writes clients.csv, one row per client."""
-    buffer = io.StringIO(newline="")
-    csv_tables.write(buffer, rows)
-    _replace(directory / "clients.csv", buffer.getvalue())
+    _replace(directory / "clients.csv", csv_tables.text(rows))
 
 
 def write_confusion(directory: Path, content: Mapping[str, Any]) -> None:

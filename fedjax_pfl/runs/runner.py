@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -12,7 +11,7 @@ from ml_collections import ConfigDict
 
 from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.core.errors import UsageError, first_line
-from fedjax_pfl.report import loggers, method_labels
+from fedjax_pfl.report import loggers, method_labels, run_reader
 from fedjax_pfl.runs import checkpoints, progress, reference_runs, run_directory, sweep_settings
 from fedjax_pfl.runs.build import Experiment, build, fixed_length_reason
 from fedjax_pfl.runs.example_facts import example_facts
@@ -171,7 +170,7 @@ def run_configs(
         plans = execution_plan.agreed(next(filter(None, saved), None))
     for sweep_run in sweep_runs:
         resolved = configuration.resolve(sweep_run.settings, registry)
-        sweep_run.config = json.loads(json.dumps(resolved))
+        sweep_run.config = run_reader.as_json(resolved)
     experiment = build(*configs.values(), registry=registry, plans=plans)
     tell(method_labels.first_line([sweep_run.config for sweep_run in sweep_runs], registry))
     multiprocess.check_examples(experiment.data)

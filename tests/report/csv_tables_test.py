@@ -1,7 +1,6 @@
 """Tests of CSV files: text is escaped, numbers are unchanged."""
 
 import csv
-import io
 
 from fedjax_pfl.report import csv_tables, run_reader
 from fedjax_pfl.report.csv_tables import escaped, unescaped
@@ -28,6 +27,4 @@ def test_owners_in_clients_csv_are_read_back(tmp_path):
 
 
 def test_header_has_the_columns_of_all_rows():
-    file = io.StringIO()
-    csv_tables.write(file, [{"a": "@x"}, {"b": -1}])
-    assert file.getvalue() == "a,b\n'@x,\n,-1\n"
+    assert csv_tables.text([{"a": "@x"}, {"b": -1}]) == "a,b\n'@x,\n,-1\n"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.report.numbers import metric_of, number
+from fedjax_pfl.report.numbers import direction, mean_score, metric_of
 from fedjax_pfl.report.run_reader import Run
 from fedjax_pfl.runs.tuning.grids import Point, format_value
 from fedjax_pfl.settings import configuration
@@ -37,10 +37,8 @@ def score(run: Run) -> float:
     The score is the mean over clients.
     """
     best = run.metrics[-1].get("best_round")
-    lines = [line for line in run.metrics if line["round"] == best and line.get("validation")]
-    if not lines:
-        return math.nan
-    return number(lines[0]["validation"][f"{metric_of(run.metrics).name}_mean"])
+    lines = [line for line in run.metrics if line["round"] == best]
+    return mean_score(lines[0], metric_of(run.metrics), "validation") if lines else math.nan
 
 
 def spread(result: PointResult) -> dict[str, Any]:
@@ -51,7 +49,7 @@ def spread(result: PointResult) -> dict[str, Any]:
 def sign(result: PointResult) -> int:
     """Returns 1 if a higher score is better, else -1; 1 without finished runs."""
     runs = list(result.runs.values())
-    return 1 if not runs or metric_of(runs[0].metrics).higher_is_better else -1
+    return direction(metric_of(runs[0].metrics)) if runs else 1
 
 
 def ranked(results: Sequence[PointResult]) -> list[PointResult]:

@@ -1,10 +1,8 @@
 """Results of a grid search on validation examples: tables, a picture and a page."""
 
 import html
-import io
 import itertools
 import math
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -172,9 +170,7 @@ def as_csv(results: Results) -> str:
                     "chosen": int(result is best),
                 }
             )
-    buffer = io.StringIO()
-    csv_tables.write(buffer, rows)
-    return buffer.getvalue().rstrip("\n")
+    return csv_tables.text(rows).rstrip("\n")
 
 
 def draw_scores(results: Results) -> Picture | None:
@@ -294,18 +290,10 @@ def page(results: Results, lines: Sequence[str], picture: Picture | None) -> str
     """Returns the HTML page: `lines` as paragraphs, tables of all results, and the picture."""
     blocks = [f"<p>{html.escape(line)}</p>" for line in lines]
     for table in tables(results):
-        rows = [[_breakable(label), *cells] for label, *cells in table.rows]
+        rows = [[report.breakable(label, 36), *cells] for label, *cells in table.rows]
         block = report.table_block("Points by their score.", table.heads, rows)
-        blocks.append(_section(html.escape(table.caption), block))
+        blocks.append(report.section(html.escape(table.caption), block))
     if picture:
-        blocks.append(_section("Score by setting", report.figure_block(picture, "settings")))
+        blocks.append(report.section("Score by setting", report.figure_block(picture, "settings")))
     facts = [f"{len(results)} methods", f"{sum(map(len, results.values()))} points"]
     return report.page("Settings chosen on validation examples", facts, "\n".join(blocks))
-
-
-def _section(title: str, block: str) -> str:
-    return f"<section>\n<h2>{title}</h2>\n{block}\n</section>"
-
-
-def _breakable(label: str) -> str:
-    return "<br>".join(html.escape(line) for line in textwrap.wrap(label, 36))
