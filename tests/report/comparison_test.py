@@ -244,10 +244,10 @@ def test_differences_equal_up_to_rounding_are_ties(tmp_path):
 
 def test_differences_of_tiny_scores_are_no_ties(tmp_path):
     tiny = [1e-14, 2e-14, 3e-14, 5e-14, 7e-14]
-    rows = compared(tmp_path, tiny, [2e-14, 4e-14, 6e-14, 9e-14, 12e-14], score="mse")
+    rows = compared(tmp_path, tiny, [2e-14, 4e-14, 6e-14, 9e-14, 12e-14], score="squared_error")
     test = comparison.paired_test(rows[1], rows[0], "before")
     np.testing.assert_allclose(test.difference, 3e-14, rtol=1e-9)
-    assert test.p == 0.0625  # five of five are worse: 2 / 2^5
+    assert (test.p, test.better) == (0.0625, 0)  # five of five are worse: 2 / 2^5
 
 
 def test_held_out_clients_are_paired_if_they_train_in_the_last_phase(tmp_path):
