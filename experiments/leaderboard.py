@@ -64,6 +64,7 @@ GRIDS = {
     "fedamp": "fedamp.sigma=5,20; fedamp.penalty=.2,1",
     "fedas": "fedas.align_rate=.01,.1",
     "fedbabu": "fedbabu.epochs=1,5; fedbabu.rate=.005,.02",
+    "fedcac": "fedcac.critical_share=.3,.5,.7; fedcac.alone_after=15,60",
     "fedcp": "fedcp.penalty=.1,1,5",
     "feddbe": "feddbe.penalty=.01,.1,1,10,50",
     "feddyn": "feddyn.alpha=.01,.1",

@@ -168,6 +168,11 @@ CASES = {
         training={"learning_rate": 0.03},
     ),
     "fedbabu": Case({"epochs": 1}, only_body, _without(_HEAD)),
+    "fedcac": Case(
+        {"critical_share": 0.5, "alone_after": 20},
+        moved_and(lambda last: len(np.unique(last.rows.critical["fc1"]["kernel"], axis=0)) > 2),
+        _without(0),
+    ),
     # The policy has a layer of 2 d (d + 1) parameters and a LayerNorm of 4 d.
     "fedcp": Case(
         {},

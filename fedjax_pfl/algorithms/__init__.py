@@ -20,6 +20,7 @@ from fedjax_pfl.algorithms.fedavg import FEDAVG, fedavg
 from fedjax_pfl.algorithms.fedavg_plus import FEDAVG_PLUS, fedavg_plus
 from fedjax_pfl.algorithms.fedbabu import FEDBABU, fedbabu
 from fedjax_pfl.algorithms.fedbn import FEDBN, fedbn
+from fedjax_pfl.algorithms.fedcac import FEDCAC, fedcac
 from fedjax_pfl.algorithms.fedcp import FEDCP, fedcp
 from fedjax_pfl.algorithms.feddbe import FEDDBE, feddbe
 from fedjax_pfl.algorithms.feddyn import FEDDYN, feddyn
@@ -72,6 +73,7 @@ METHODS: dict[str, Method] = {
         FEDAVG_PLUS,
         FEDBABU,
         FEDBN,
+        FEDCAC,
         FEDCP,
         FEDDBE,
         FEDDYN,
@@ -127,6 +129,7 @@ __all__ = [
     "fedavg_plus",
     "fedbabu",
     "fedbn",
+    "fedcac",
     "fedcp",
     "feddbe",
     "feddyn",

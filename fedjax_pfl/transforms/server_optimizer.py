@@ -79,7 +79,7 @@ def server_optimizer(data: FederatedData, optimizer: optax.GradientTransformatio
     The gradient is −Δ, where Δ is the method's new parameters minus the old ones.
 
     It suits methods whose clients download the server's model and upload a model of the same
-    shapes; other methods raise UsageError.
+    shapes, and whose server keeps nothing for each client; other methods raise UsageError.
 
     Args:
       data: Examples; only their shapes matter.
@@ -138,7 +138,7 @@ def _apply_step(old: jax.Array, step: jax.Array, delta: jax.Array, mean: jax.Arr
 
 
 def _check(algorithm: Algorithm, data: FederatedData) -> None:
-    """Raises UsageError if server, payload and upload do not hold one model of equal shapes."""
+    """Raises UsageError if server, payload and upload are not one model, or there are rows."""
     if has_groups(algorithm):
         raise UsageError("server_optimizer is for one architecture; use it without groups")
     shapes = round_shapes(algorithm, data)
@@ -146,6 +146,7 @@ def _check(algorithm: Algorithm, data: FederatedData) -> None:
     is_model = isinstance(server, Mapping) and "params" in server
     if not (
         is_model
+        and not jax.tree.leaves(shapes.state.rows)  # the optimiser would not see their update
         and trees.same_shapes(server, shapes.payload)
         and trees.same_shapes(server, shapes.upload)
     ):

@@ -47,6 +47,7 @@ def after_rounds(name, rounds=2, **settings):
         ("fedala", {"weight_rate": 0.0}, "fedavg", 2),
         ("fedamp", {"penalty": 0.0}, "local", 2),
         ("fedas", {"align_rate": 0.0}, "fedper", 1),
+        ("fedcac", {"critical_share": 0.0}, "fedavg", 2),
         ("feddbe", {}, "fedavg", 1),
         ("fedlc", {"tau": 0.0}, "fedavg", 2),
         ("fedpac", {"penalty": 0.0, "head_epochs": 10}, "fedrep", 1),

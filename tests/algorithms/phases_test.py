@@ -24,8 +24,8 @@ def served(name, state, i):
 @pytest.mark.parametrize(
     "name",
     [
-        *("apfl", "ditto", "fedala", "fedas", "feddbe", "feddyn", "fedpac", "fedper", "fedrep"),
-        *("l2gd", "lg_fedavg", "moon", "pfedgraph", "scaffold"),
+        *("apfl", "ditto", "fedala", "fedas", "fedcac", "feddbe", "feddyn", "fedpac", "fedper"),
+        *("fedrep", "l2gd", "lg_fedavg", "moon", "pfedgraph", "scaffold"),
     ],
 )
 def test_starts_of_phases(name):

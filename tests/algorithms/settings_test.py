@@ -53,6 +53,8 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("fedbabu", {"epochs": 0}, "at least 1"),
     ("fedbabu", {"rate": 0.0}, "above 0"),
     ("fedbabu", {"tune": "none"}, "all, head or body"),
+    ("fedcac", {"critical_share": 1.5}, "0 to 1"),
+    ("fedcac", {"alone_after": 0}, "above 0"),
     ("fedcp", {"penalty": -1.0}, "at least 0"),
     ("feddbe", {"penalty": -1.0}, "at least 0"),
     ("feddbe", {"mean_momentum": 0.0}, "at most 1"),
