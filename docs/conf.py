@@ -53,7 +53,7 @@ API = {
     "Methods": sorted({factory.__module__ for factory in configuration.ALGORITHMS.values()}),
     "Data": [
         "fedjax_pfl.data.dataset",
-        "fedjax_pfl.data.sources",
+        "fedjax_pfl.data.dataset_registry",
         "fedjax_pfl.data.embedded",
         "fedjax_pfl.data.columns",
         "fedjax_pfl.data.tables",

@@ -56,7 +56,7 @@ def fedamp(
     """Creates FedAMP: a penalty ties each client's model to a mixture of similar clients' models.
 
     With λ = 0 it is Local. The rows are the parameters of each client's last model; the server
-    stores nothing else. Clients store the same as Local.
+    stores nothing else. Clients store the same as Local. Needs at least two active clients.
 
     Args:
       attention: Similarity of models: cosine (HeurFedAMP), or distance (FedAMP).

@@ -87,7 +87,7 @@ def fedproto(
     penalty: float = 1.0,
     decides: str = "prototype",
 ) -> Algorithm:
-    """Creates FedProto: clients share the mean features of each class instead of a model.
+    """Creates FedProto, for classification: clients share class means of features, and no model.
 
     A penalty pulls features to them. With λ = 0 clients train the same models as with Local.
     `models` is a network, or a tuple with one for each group of clients, whose features have the

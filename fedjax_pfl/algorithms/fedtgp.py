@@ -105,7 +105,9 @@ def fedtgp(
     threshold: float = 100.0,
     decides: str = "prototype",
 ) -> Algorithm:
-    """Creates FedTGP: clients share the mean features of each class; the server learns from them.
+    """Creates FedTGP, for classification: the server learns prototypes from clients' class means.
+
+    A class mean is the mean of the features of a client's examples of the class.
 
     `models` is a network, or a tuple with one for each group of clients, whose features have the
     same length. The server stores the prototypes P, which classes have one, and the parameters of
@@ -113,7 +115,7 @@ def fedtgp(
 
     Args:
       penalty: λ, the weight of the distance between an example's features and its prototype.
-      rate: Learning rate of the vectors and of F.
+      rate: Learning rate of the network, on the server, that generates the prototypes.
       epochs: Number of epochs of the server's training in a round.
       threshold: τ, the largest margin δ.
       decides: What predicts when a client's model is evaluated: the nearest prototype or its head.

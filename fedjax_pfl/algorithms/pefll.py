@@ -122,7 +122,7 @@ def pefll(
     """Creates PeFLL: a network describes each client, and a hypernetwork makes its model.
 
     Both are trained on the server together. The server stores `Server` and `Rows`, clients store
-    `Client`.
+    `Client`. Raises UsageError for sequences.
 
     Args:
       rate: Learning rate of Adam for both networks.

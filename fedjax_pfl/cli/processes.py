@@ -64,6 +64,7 @@ def run_in_processes(options: ProcessOptions) -> Iterator[None]:
 
     The process that starts them does not run the body. It exits when they have ended, with the
     status of `verdict`. A run of one process runs the body in this process and goes on after it.
+    Raises UsageError on a system that cannot fork.
     """
     numbers = local_numbers(options)
     if not numbers:
@@ -180,7 +181,8 @@ def _join(options: ProcessOptions, number: int | None, address: str, local: int)
     """Connects this process to the others by jax.distributed.initialize, before JAX finds devices.
 
     `number` is None if the cluster assigns it; `address` is HOST:PORT of process 0; `local` is the
-    number of processes of this run that share the cores of this machine.
+    number of processes of this run that share the cores of this machine. Raises UsageError if no
+    cluster is found.
     """
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM
     limits: Any = {"initialization_timeout": options.wait, "heartbeat_timeout_seconds": _HEARTBEAT}

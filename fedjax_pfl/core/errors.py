@@ -12,7 +12,8 @@ MAX_LAYERS = 1000  # most layers of one kind: the layers of a network are built 
 class UsageError(ValueError):
     """A mistake of the user, in one line: what is wrong, where, and what to do.
 
-    Commands print the line and exit with status 2.
+    Commands print the line and exit with status 2. Factories also raise it for settings out of
+    range, and readers for files that do not have the described format.
     """
 
 

@@ -160,6 +160,8 @@ def make_training(
 ) -> Training:
     """Returns training by an optimiser without learning rate, as in `core.optimizers`.
 
+    Raises ValueError unless exactly one of `epochs` and `steps` is set.
+
     Args:
       optimizer: Its updates are subtracted from the parameters, times the learning rate.
       learning_rate: A number, or a function of the round.

@@ -27,7 +27,7 @@ class Limits(NamedTuple):
     below: float | None = None  # exclusive upper bound
 
     def violation(self, value: Any) -> str:
-        """Returns the bound that a value violates, such as "at least 1", or "" if none."""
+        """Returns the bound that a value violates, such as "at least 1"; "" if none or no value."""
         if value is None:
             return ""
         if self.low is not None and value < self.low:

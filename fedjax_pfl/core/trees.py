@@ -68,7 +68,10 @@ def split(variables: PyTree, layer_names: Collection[str]) -> tuple[PyTree, PyTr
 
 
 def join(first: PyTree, second: PyTree) -> PyTree:
-    """Merges two trees of nested dicts; the inverse of `divide`."""
+    """Merges two trees of nested dicts; the inverse of `divide`.
+
+    Raises ValueError if a leaf is in both.
+    """
     joined = dict(first)
     for name, tree in second.items():
         if name in joined and not (isinstance(joined[name], dict) and isinstance(tree, dict)):

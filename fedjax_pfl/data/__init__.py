@@ -2,11 +2,7 @@
 
 from fedjax_pfl.core.examples import ClientData, FederatedData, client_data, take
 from fedjax_pfl.data.dataset import Dataset, arrays, digest
-from fedjax_pfl.data.federate import federate
-from fedjax_pfl.data.owners import BY_OWNER
-from fedjax_pfl.data.partitions import PARTITIONS, partition_settings
-from fedjax_pfl.data.request import SPLITS
-from fedjax_pfl.data.sources import (
+from fedjax_pfl.data.dataset_registry import (
     SOURCES,
     load,
     reads_own_files,
@@ -14,6 +10,10 @@ from fedjax_pfl.data.sources import (
     source_name,
     source_settings,
 )
+from fedjax_pfl.data.federate import federate
+from fedjax_pfl.data.owners import BY_OWNER
+from fedjax_pfl.data.partitions import PARTITIONS, partition_settings
+from fedjax_pfl.data.request import SPLITS
 
 __all__ = [
     "BY_OWNER",

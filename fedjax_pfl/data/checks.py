@@ -103,7 +103,10 @@ def check_federated(
 
 
 def describe_holder(data: FederatedData, federation: Federation, row: int) -> str:
-    """Returns, for a row of `data.x`, a phrase like "one of the training examples of client 3"."""
+    """Returns, for a row of `data.x`, a phrase like "one of the training examples of client 3".
+
+    Raises ValueError if no client has the row.
+    """
     splits = {"training": data.train, "validation": data.validation, "test": data.test}
     for name, split in splits.items():
         matches = (np.asarray(split.rows) == row) & row_mask(split)

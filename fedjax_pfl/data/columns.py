@@ -53,7 +53,8 @@ def table_dataset(source: str, tables: tuple[Table, Table | None], roles: Roles)
     """Makes a dataset whose examples are the rows of a table.
 
     `tables` are the table for training and, if there is one, the table for testing. `source`, such
-    as csv, is the prefix of setting names in messages.
+    as csv, is the prefix of setting names in messages. Raises UsageError without rows or input
+    columns, and if an input column is the label.
     """
     require_one_of(f"{source}.label_kind", roles.label_kind, LABEL_KINDS)
     require_one_of(f"{source}.categories", roles.categories, CATEGORIES)
@@ -183,7 +184,8 @@ def _labels(
 
     Returns y as for `Dataset`, the number of outputs, and metadata: "label", the column's name,
     and "classes", their names, if a row has one class. `parts` are the label columns of the `files`
-    for training and testing, `y` the same joined.
+    for training and testing, `y` the same joined. Raises UsageError for labels with several axes,
+    missing values, or new classes in the test file.
     """
     name, label, kind = files[0].name, roles.label, roles.label_kind
     setting = f"{source}.label_kind"
@@ -224,7 +226,8 @@ def _inputs(
 
     Returns x [rows, features], a mask, bool [features], of features that are numbers, and metadata:
     "input", the names of features, and "categories", the texts of each text column. `source`, such
-    as csv, is the prefix of setting names in messages.
+    as csv, is the prefix of setting names in messages. Raises UsageError for a text column with too
+    many categories.
     """
     # float64 until normalisation, which needs the precision
     dtype = np.float32 if roles.normalise == "none" else np.float64
@@ -280,7 +283,8 @@ def _wide_input(
     """Like `_inputs`, for a single column of lists, images or tokens.
 
     Returns x [rows, ...], a mask of its last axis that is True for real numbers, and metadata. Real
-    numbers get the float type `dtype`.
+    numbers get the float type `dtype`. Raises UsageError if there are other columns, and for values
+    that are no numbers or tokens.
     """
     if len(columns) > 1:
         column = next(c for c, values in columns if values.ndim > 1)

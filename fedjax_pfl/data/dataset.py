@@ -158,7 +158,10 @@ def arrays(
 
 
 def _to_array(name: str, argument: str, values: Any) -> np.ndarray:
-    """Returns `values` as an array; `name` (of the dataset) and `argument` are for messages."""
+    """Returns `values` as an array; `name` (of the dataset) and `argument` are for messages.
+
+    Raises UsageError for masked values and for rows of unequal length.
+    """
     if np.ma.is_masked(values):
         raise UsageError(f"{name}: {argument} has masked values; remove or fill these examples")
     try:

@@ -5,7 +5,7 @@ Each returns a `Dataset`, which `partition` divides among clients.
 
 from typing import Any
 
-from fedjax_pfl.data import sources
+from fedjax_pfl.data import dataset_registry
 from fedjax_pfl.data.dataset import DataDir, Dataset
 from fedjax_pfl.data.dataset import arrays as from_arrays
 
@@ -26,7 +26,7 @@ def digits() -> Dataset:
     >>> digits().x_train.shape
     (1797, 8, 8, 1)
     """
-    return sources.load("digits")
+    return dataset_registry.load("digits")
 
 
 def from_csv(path: str, **settings: Any) -> Dataset:
@@ -37,12 +37,12 @@ def from_csv(path: str, **settings: Any) -> Dataset:
       **settings: Keyword arguments, the settings of the source `csv`, such as `label` (the
         column to predict) and `owner` (the column with the owner of an example).
     """
-    return sources.load(f"csv:{path}", **settings)
+    return dataset_registry.load(f"csv:{path}", **settings)
 
 
 def from_parquet(path: str, **settings: Any) -> Dataset:
     """Reads a Parquet file or a folder of them. Keyword arguments as for `from_csv`."""
-    return sources.load(f"parquet:{path}", **settings)
+    return dataset_registry.load(f"parquet:{path}", **settings)
 
 
 def from_images(path: str, **settings: Any) -> Dataset:
@@ -53,7 +53,7 @@ def from_images(path: str, **settings: Any) -> Dataset:
       **settings: Keyword arguments, the settings of the source `images`, such as `size`, and
         `folders`, which says which level of folders is the class and which the owner.
     """
-    return sources.load(f"images:{path}", **settings)
+    return dataset_registry.load(f"images:{path}", **settings)
 
 
 def from_npy(folder: str) -> Dataset:
@@ -61,7 +61,7 @@ def from_npy(folder: str) -> Dataset:
 
     `fedjax-pfl import-partition` writes such a folder from a partition of PFLlib or FL-bench.
     """
-    return sources.load(f"npy:{folder}")
+    return dataset_registry.load(f"npy:{folder}")
 
 
 def from_tfds(name: str, data_dir: DataDir = None, *, fraction: float = 1.0) -> Dataset:
@@ -72,4 +72,4 @@ def from_tfds(name: str, data_dir: DataDir = None, *, fraction: float = 1.0) -> 
       data_dir: Folder with prepared datasets. Default: TFDS_DATA_DIR or the default of tfds.
       fraction: Fraction of the examples to use, sampled at random.
     """
-    return sources.load(name, data_dir, fraction=fraction)
+    return dataset_registry.load(name, data_dir, fraction=fraction)

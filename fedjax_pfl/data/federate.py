@@ -50,7 +50,8 @@ def federate(
     becomes the validation set. Clients have the same share of each class in all three.
 
     With "shared", all clients have the same test set, a random part of the pooled examples, and the
-    same validation set. With the partition `domains` they have those of their domain.
+    same validation set. With the partition `domains` they have those of their domain. Raises
+    UsageError if the dataset has invalid values or cannot be divided as requested.
 
     Args:
       dataset: The examples.
@@ -216,7 +217,8 @@ def _split_before_partition(
     With the split "pooled" all are for training at first; `_split_clients` splits those of each
     client after the partition. `is_test`, bool [examples], is True for the source's test set.
     `sizes` are `test_fraction`, `validation_fraction` and `validation_examples` of `federate`.
-    Returns the use of each example, int [examples]: _TRAIN, _VALIDATION or _TEST.
+    Returns the use of each example, int [examples]: _TRAIN, _VALIDATION or _TEST. Raises UsageError
+    if no training example would be left.
     """
     use = np.full(len(is_test), _TRAIN)
     if split == "pooled":

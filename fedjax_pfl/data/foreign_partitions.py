@@ -77,7 +77,10 @@ def read_pfllib(folder: Path) -> Partition:
 
 
 def read_fl_bench(folder: Path) -> Partition:
-    """Reads a dataset's folder of FL-bench, appending validation examples to training ones."""
+    """Reads a dataset's folder of FL-bench, appending validation examples to training ones.
+
+    Raises UsageError for a client without training examples.
+    """
     path = folder / "partition.pkl"
     try:
         clients = plain_pickle.load(path)["data_indices"]
@@ -217,13 +220,16 @@ def _images(x: np.ndarray) -> np.ndarray:
 
 
 def _idx(path: Path) -> np.ndarray:
-    """Reads a file of bytes in MNIST's IDX format, also gzipped. Returns uint8 of its shape."""
+    """Reads a file of bytes in MNIST's IDX format, also gzipped. Returns uint8 of its shape.
+
+    Raises UsageError for other files.
+    """
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         axes = content[3]
         shape = np.frombuffer(content, ">i4", axes, 4)
         if content[:3] != b"\0\0\x08":
-            raise ValueError("it has no bytes in the IDX format")
+            raise ValueError("it is no IDX file of bytes, such as train-images-idx3-ubyte")
         return np.frombuffer(content, np.uint8, offset=4 + 4 * axes).reshape(shape)
     except (OSError, EOFError, ValueError, IndexError) as error:
         raise UsageError(f"{path} cannot be read: {first_line(error)}") from None

@@ -135,7 +135,10 @@ def _is_visible(path: Path, root: Path) -> bool:
 
 
 def _find_images(name: str, root: Path, levels: list[str]) -> dict[str, list[_Image]]:
-    """Returns the images of each part in the order of their paths; without parts, of part ""."""
+    """Returns the images of each part in the order of their paths; without parts, of part "".
+
+    `levels` names each level of folders below `root`. Raises UsageError if there is no image.
+    """
     found: dict[str, list[_Image]] = {}
     for file in sorted(root.glob("/".join(["*"] * (len(levels) + 1)))):
         if file.suffix.lower() in ENDINGS and _is_visible(file, root):
@@ -160,7 +163,7 @@ def _split_by_lists(
 
     A line begins with the path of an image below `root` or the folder of the text file, or with the
     name of a file in the folder images next to it. Its second word is the class of an image that is
-    not among the `found` ones.
+    not among the `found` ones. Raises UsageError for a list or a listed image that does not exist.
     """
     by_file = {image.file: image for image in found}
     test = dict[Path, _Image]()

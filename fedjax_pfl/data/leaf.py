@@ -97,7 +97,10 @@ def femnist_folder(data_dir: DataDir) -> Path:
 
 
 def _read(name: str, folder: Path) -> tuple[list[str], list[Any], list[Any]]:
-    """Returns three lists with the user, input and label of each example in *.json of `folder`."""
+    """Returns three lists with the user, input and label of each example in *.json of `folder`.
+
+    Raises UsageError if there is none, or for a file of another kind.
+    """
     files = sorted(folder.glob("*.json"))
     if not files:
         raise UsageError(
@@ -126,7 +129,10 @@ def _read(name: str, folder: Path) -> tuple[list[str], list[Any], list[Any]]:
 
 
 def _numbers(name: str, xs: tuple[list[Any], ...]) -> list[np.ndarray]:
-    """Returns the inputs of training and test set as float32, images as [n, 28, 28, 1]."""
+    """Returns the inputs of training and test set as float32, images as [n, 28, 28, 1].
+
+    Raises UsageError for inputs of different shapes.
+    """
     try:
         parts = [as_float(f"{name}: x", np.array(x, np.float64), np.float32) for x in xs]
     except (ValueError, TypeError):
@@ -139,7 +145,10 @@ def _numbers(name: str, xs: tuple[list[Any], ...]) -> list[np.ndarray]:
 
 
 def _classes(name: str, ys: tuple[list[Any], ...]) -> tuple[list[np.ndarray], int]:
-    """Returns the labels of training and test set, int32 [n], and the largest label plus 1."""
+    """Returns the labels of training and test set, int32 [n], and the largest label plus 1.
+
+    Raises UsageError for labels other than one integer per example.
+    """
     try:
         parts = [class_numbers(f"{name} ({p})", y) for p, y in zip(_PARTS, ys, strict=True)]
     except UsageError:

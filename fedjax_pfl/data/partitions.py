@@ -61,6 +61,8 @@ def classes(
 ) -> Counts:
     """Gives each client `per_client` random classes with equally many examples of each.
 
+    Raises UsageError if the dataset has too few examples.
+
     Returns int [N, C], the number of examples of each class on each client.
     References: pFedLA's non-IID.1 (4 of 10 classes, 12 of 100).
     Deviations: the paper does not state the number of examples; it is a setting.
@@ -150,6 +152,7 @@ def dominant(
     Returns int [N, C], the number of examples of each class on each client.
     References: pFedLA's non-IID.2 (2 dominant classes of 10, 6 of 100).
     Deviations: the paper gives neither the ratio nor the number of examples; both are settings.
+    Raises UsageError if the dataset has too few examples.
 
     Args:
       dominant: Number of dominant classes per client.

@@ -117,7 +117,10 @@ def _to_bytes(content: Any) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """Returns a value with arrays and numbers instead of constructed records."""
+    """Returns a value with arrays and numbers instead of constructed records.
+
+    Raises UnpicklingError for any other value.
+    """
     if isinstance(value, _Value):
         if isinstance(value, _DType) or value.value is None:
             raise pickle.UnpicklingError("it has a dtype or an array without content")

@@ -30,6 +30,9 @@ _DOWNLOADS = {  # sizes in the catalogue of tfds
 }
 
 
+PREPARE_AGAIN = "delete it, and the next call names the command that prepares it"
+
+
 def find_folder(dataset: str, data_dir: str | os.PathLike[str] | None = None) -> Path:
     """Returns the folder of the newest prepared version of a dataset, or raises UsageError.
 
@@ -86,7 +89,8 @@ def read_split(
 ) -> dict[str, np.ndarray]:
     """Reads features of a split. Returns their values by name, each [rows, ...].
 
-    The feature `image` is decoded to uint8 [rows, height, width, channels].
+    The feature `image` is decoded to uint8 [rows, height, width, channels]. Raises UsageError if
+    the folder is damaged.
 
     Args:
       folder: A prepared folder.
@@ -121,7 +125,7 @@ def _damaged(folder: Path, problem: str, error: object) -> UsageError:
     detail = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else str(error)
     return UsageError(
         f"{folder}: {problem} ({' '.join(detail.split())[:200]}); the folder is damaged or half "
-        "written: delete it and prepare it again"
+        f"written: {PREPARE_AGAIN}"
     )
 
 
@@ -148,7 +152,10 @@ def _builder(folder: Path) -> Any:
 
 
 def _value(example: Any, name: str) -> Any:
-    """Returns the first value, bytes or a number, of feature `name` of a record."""
+    """Returns the first value, bytes or a number, of feature `name` of a record.
+
+    Raises KeyError if it is missing.
+    """
     if name not in example:
         raise KeyError(f"a record has no feature {name}")
     feature = example[name]
@@ -160,7 +167,8 @@ def decode(images: list[bytes]) -> np.ndarray:
 
     `images` are the contents of files. For speed, 8-bit PNGs with equal headers are joined into one
     tall image and decoded in one call. A line of zeros precedes each image, because PNG predicts
-    the first line from zeros. Other files are decoded separately.
+    the first line from zeros. Other files are decoded separately. Raises ValueError for a damaged
+    PNG.
     """
     from PIL import Image
 

@@ -47,7 +47,7 @@ def check_request(
     if not 0 <= held_out < clients:
         raise UsageError(f"held_out={held_out} must leave one of {clients} clients active")
     if not 1 <= groups <= clients - held_out:
-        raise UsageError(f"groups={groups} must lie between 1 and the number of active clients")
+        raise UsageError(f"groups={groups}: use 1 to {clients - held_out}, the active clients")
     if dataset.overlapping and split != "official":
         raise UsageError(
             f"windows of {dataset.name} overlap, and split={split} would train on parts of the "

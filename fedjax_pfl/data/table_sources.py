@@ -20,6 +20,8 @@ def _source(
 ) -> Callable[..., Dataset]:
     """Returns a source, a function of a path and settings, whose examples are rows of a table.
 
+    The source refuses `columns` unless `name` is csv.
+
     `read` maps the path, the setting `test` and, if it is not empty, the setting `columns` to the
     tables. `summary` is the first line of the source's docstring, which has `test_meaning` too.
     """
@@ -83,7 +85,8 @@ def _parquet(path: str, test: str) -> Tables:
 def _hugging_face(path: str, test: str) -> Tables:
     """Reads a local folder with pyarrow, or downloads a dataset by name with `datasets`.
 
-    `test` is the test split of a dataset by name; empty: test, if it exists.
+    `test` is the test split of a dataset by name; empty: test, if it exists. Raises UsageError if
+    it is given for a folder.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -97,7 +100,8 @@ def _hugging_face(path: str, test: str) -> Tables:
 def _download(name: str, test: str, required: bool) -> Tables:
     """Downloads the dataset `name`, which is NAME or NAME#CONFIGURATION.
 
-    Without a split `test` there is no test table; UsageError if it is `required`.
+    Without a split `test` there is no test table. Raises UsageError if that split is `required`,
+    without a split train, without the package `datasets`, and if the download fails.
     """
     try:
         import datasets
@@ -185,6 +189,7 @@ def cut_windows(
     Windows start `stride` rows apart. The label of a window is `horizon` rows after its last row.
     The last rows of each owner, a fraction of `test_share`, are for testing; windows that contain
     rows of both sets are left out. Returns x [windows, length, ...], y and owners as a dataset.
+    Raises UsageError if training or testing has no window.
     """
     has_owners = series.owner_train is not None
     owner = np.zeros(len(series.x_train), int) if series.owner_train is None else series.owner_train

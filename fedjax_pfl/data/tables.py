@@ -281,7 +281,8 @@ def from_arrow(name: str, table: Any) -> Table:
 def _to_array(label: str, column: Any) -> np.ndarray:
     """Converts an Arrow array to NumPy: nested lists become axes, image files are decoded.
 
-    `label` names the column in messages.
+    `label` names the column in messages. Raises UsageError for missing values, unequal lists, and
+    other types.
     """
     from pyarrow import BaseExtensionType, compute, types
 

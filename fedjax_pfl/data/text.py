@@ -52,6 +52,7 @@ def split_by_speaker(name: str, texts: Iterable[str]) -> dict[str, str]:
     """Returns the speeches of each speaker as one text, by the speaker's name.
 
     A speech follows a line with a name and a colon; an empty line ends it. `name` is for messages.
+    Raises UsageError if there is no speech.
     """
     parts: dict[str, list[str]] = {}
     for content in texts:
@@ -72,6 +73,7 @@ def next_characters(name: str, texts: Mapping[str, str], length: int) -> Dataset
 
     `texts` has the text of each owner. The dataset `name` has x and y int32 [examples, length]. 0
     stands for no character; the others are numbered from 1 in the order of their code points.
+    Raises UsageError if no text has two characters.
     """
     if length < 1:
         raise UsageError(f"{name}: length={length}; use 1 or more")

@@ -99,7 +99,8 @@ def _rows_of_first_classes(
 ) -> np.ndarray:
     """Returns the indices, in a split, of a sample of the records whose label is below `classes`.
 
-    `sample_rows` maps their number n to the ones to use, indices below n, or None for all.
+    `sample_rows` maps their number n to the ones to use, indices below n, or None for all. Raises
+    UsageError if there is none.
     """
     rows = np.flatnonzero(prepared.read_split(path, split, ("label",))["label"] < classes)
     if not len(rows):
@@ -116,7 +117,7 @@ def _sizes(path: Path, *splits: str) -> dict[str, int]:
     sizes = prepared.split_sizes(path)
     for split in splits:
         if not sizes.get(split):
-            raise UsageError(f"{path} has no examples of split {split}: prepare it again")
+            raise UsageError(f"{path} has no examples of split {split}; {prepared.PREPARE_AGAIN}")
     return sizes
 
 

@@ -105,7 +105,8 @@ def _train(client: RunClient, request: wire.Message) -> bytes:
 def _counted_state(client: RunClient, settled: int) -> PyTree:
     """Returns the client-side state after round `settled`, the last whose update the server used.
 
-    Before the first round, `settled` is `BEFORE_FIRST_ROUND`.
+    Before the first round, `settled` is `BEFORE_FIRST_ROUND`. Raises InvalidError if the node has
+    not stored it.
     """
     if settled == BEFORE_FIRST_ROUND:
         return client.programs.initial_state(client.i)

@@ -192,7 +192,9 @@ def normalise(examples: NodeExamples, description: Mapping[str, Any], i: int) ->
     arrays, facts = examples
     counts, shared = description["counts"], schema.shared_fields(facts)
     if i >= len(counts) or counts[i] != facts["counts"] or description["alike"] != shared:
-        raise InvalidError("the federation that it describes does not have this node's examples")
+        raise InvalidError(
+            "the federation that it describes does not have this node's examples; start a new run"
+        )
     normalised = facts.get("normalise", {"features": [], "targets": False})
     columns = np.array(normalised["features"], bool)
     width = int(columns.sum()) + (np.shape(arrays.y)[-1] if normalised["targets"] else 0)

@@ -233,7 +233,11 @@ class _Pending:
     give_up_at: float = math.inf  # deadline for a node that is offline, in monotonic seconds
 
     def should_wait(self, reply: Message) -> bool:
-        """Returns True to keep waiting after Flower has replied with this error."""
+        """Returns True if the request can still be answered after this error from Flower.
+
+        If the node is offline, sets `give_up_at` to two minutes from now, unless it is earlier.
+        After another error, marks the request to be sent again, `_MAX_ATTEMPTS` times in all.
+        """
         if reply.error.code == ErrorCode.NODE_UNAVAILABLE:
             self.give_up_at = min(self.give_up_at, time.monotonic() + _RETURN_SECONDS)
             return True

@@ -20,7 +20,10 @@ _DAYS = 30
 
 
 def ensure_node_key(path: Path) -> Path:
-    """Creates a node's private key unless it exists; returns the path of its public key."""
+    """Creates a node's private key unless it exists; returns the path of its public key.
+
+    Raises UsageError if a stored key is damaged.
+    """
     public = path.with_name(f"{path.name}.pub")
     if not path.exists():
         new_key = ec.generate_private_key(ec.SECP384R1())

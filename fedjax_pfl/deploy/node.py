@@ -183,6 +183,7 @@ def _client(
     """Builds the client that a training or evaluation request is for, or returns a cached one.
 
     `settings` are the completed settings of the request, and `registry` has their components.
+    Raises InvalidError if the model is too large to send.
     """
     parts = [request.facts[name] for name in ("settings", "federation", "run", "client")]
     requested, description, run, i = parts

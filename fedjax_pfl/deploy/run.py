@@ -77,7 +77,7 @@ def run(
       user_settings: Settings as the user gave them.
       workdir: Run directory; a run that was stopped there is resumed.
       exchange: Connection to the clients.
-      waiting: Limits on waiting for clients.
+      waiting: Limits on waiting for clients; UsageError if a round has too few clients for them.
       log: Called with each line of the run's log. Lines are escaped: some quote received text.
     """
 
@@ -208,7 +208,7 @@ class _Run(NamedTuple):
     log: Callable[[str], None]  # called with each line
 
     def run_to_end(self, server_state: ServerState) -> RunResult:
-        """Runs all rounds that are left, and writes the results."""
+        """Runs the rounds left and writes the results; UsageError if too few clients respond."""
         self.truncate_wire_file(self.sweep_run.at.round)
         sweep_run, end, failed_attempts = self.sweep_run, self.experiment.phases[0].end, 0
         run_state.sync_files(sweep_run)
@@ -223,7 +223,7 @@ class _Run(NamedTuple):
                     "again"
                 )
         sweep_run.close_loggers()
-        rows = run_state.client_table(self.experiment, sweep_run.at)
+        rows = run_state.client_rows(self.experiment, sweep_run.at)
         with sweep_run.writing():
             run_directory.write_clients(self.directory, rows)
             run_directory.write_traffic(self.directory, sweep_run.at.ledger)
@@ -239,7 +239,7 @@ class _Run(NamedTuple):
         )
 
     def restore(self) -> ServerState:
-        """Restores the newest intact checkpoint, or initialises the state if there is none."""
+        """Restores the newest intact checkpoint, or initialises; UsageError if all are damaged."""
         store, sweep_run = self.store, self.sweep_run
         run_state.reset(self.experiment, sweep_run)
         server_state = server.initial_state(self.server)

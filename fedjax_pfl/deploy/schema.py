@@ -144,8 +144,9 @@ _MAX_SETTINGS = 1000  # values in one group or list of settings
 
 
 def settings(value: Any, path: str, depth: int = 8) -> None:
-    """Checks the depth and the lengths of settings; their configuration checks the values.
+    """Raises InvalidError unless a value is a setting, or a group (dict) or list of settings.
 
+    Checks types, lengths, names and ranges of numbers; their configuration checks the values.
     `depth` is the largest number of groups and lists inside each other.
     """
     requirement = f"settings: numbers, text and groups of them, at most {_MAX_SETTINGS} together"

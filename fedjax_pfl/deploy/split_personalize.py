@@ -149,7 +149,10 @@ def _size(aval: Any) -> int:
 
 
 def _read(value: _Value, side: _Side) -> Any:
-    """Returns a value that the client computes with. If the server owns it, the value is sent."""
+    """Returns a value that the client computes with. If the server owns it, the value is sent.
+
+    Raises UsageError for rows of other clients.
+    """
     if value.owner == _SERVER and not value.crossed:
         if value.rows:
             raise UsageError(

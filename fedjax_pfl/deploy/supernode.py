@@ -42,7 +42,8 @@ def write_commands(folder: Path) -> Path:
 def main(arguments: Sequence[str]) -> None:
     """Replaces this process by a SuperNode.
 
-    The arguments are the node's folder and flower-supernode's arguments.
+    The arguments are the node's folder and flower-supernode's arguments. Raises UsageError for
+    options that would run the server's code here.
     """
     if not arguments or arguments[0].startswith("-"):
         raise UsageError("the first argument must be the node's folder")

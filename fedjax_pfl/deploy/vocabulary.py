@@ -41,7 +41,10 @@ def apply_vocabulary(
 
 
 def _number_labels(dataset: Dataset, labels: Vocabulary | None) -> Dataset:
-    """Renumbers the classes of a dataset. For `labels` see `apply_vocabulary`."""
+    """Renumbers the classes of a dataset. For `labels` see `apply_vocabulary`.
+
+    Raises UsageError if a dataset with classes has no list of them.
+    """
     if dataset.y_train.dtype.kind != "i":  # numeric targets or binary labels
         return dataset
     class_names = (dataset.metadata or {}).get("classes")
@@ -110,7 +113,10 @@ class _Column(NamedTuple):
 def _number_categories(
     dataset: Dataset, vocabularies: Mapping[str, Vocabulary], index: bool
 ) -> Dataset:
-    """Renumbers the input columns of text. For arguments see `apply_vocabulary`."""
+    """Renumbers the input columns of text. For arguments see `apply_vocabulary`.
+
+    Raises UsageError for a text column without a list of words, and for a list without a column.
+    """
     metadata = dict(dataset.metadata or {})
     categories: Mapping[str, Sequence[str]] = metadata.pop("categories", {})
     if extra := sorted(set(vocabularies) - set(categories)):

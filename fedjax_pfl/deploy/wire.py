@@ -40,7 +40,10 @@ class Message(NamedTuple):
 
 
 def leaves_by_path(tree: PyTree) -> dict[str, Any]:
-    """Returns the leaves of a tree, keyed by path such as params/fc1/kernel."""
+    """Returns the leaves of a tree, keyed by path such as params/fc1/kernel.
+
+    Raises ValueError for equal paths.
+    """
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -56,6 +59,8 @@ def encode(
     envelope: Mapping[str, Any] | None = None,
 ) -> bytes:
     """Encodes a message to bytes; equal arguments give equal bytes.
+
+    Raises ValueError for a dtype that cannot be sent.
 
     Args:
       facts: JSON data of the message, such as its kind and round.
@@ -179,7 +184,7 @@ def _json(content: Any) -> bytes:
 def _read_object(content: bytes, offset: int) -> tuple[dict[str, Any], int]:
     """Reads a JSON object from a message: its length, at byte `offset`, then the text.
 
-    Returns the object and the offset of the byte after it.
+    Returns the object and the offset of the byte after it. Raises InvalidError for other content.
     """
     start = offset + _LENGTH.size
     if start > len(content):

@@ -214,7 +214,8 @@ def _match(
     """Returns each leaf of a network with the name of its array in the file `path`.
 
     `own` has the leaves of each layer from the input to the output, `order` the names of the file's
-    layers in this order, or None.
+    layers in this order, or None. Raises UsageError unless exactly one match exists for every layer
+    of both.
     """
     foreign: dict[str, _Shapes] = {}
     for name, array in arrays.items():

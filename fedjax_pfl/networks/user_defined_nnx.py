@@ -39,7 +39,10 @@ class NnxNetwork(UserNetwork):
 
     @cached_property
     def _structure(self) -> tuple[Any, list[_Variable]]:
-        """Graph definition of the module, as from `nnx.split`, and its variables."""
+        """Graph definition of the module, as from `nnx.split`, and its variables.
+
+        Raises UsageError for variables other than Param and BatchStat.
+        """
         structure, state = nnx.split(self.module)
         variables = []
         for path, variable in nnx.to_flat_state(state):

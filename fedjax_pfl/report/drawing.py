@@ -57,7 +57,7 @@ def style_axes(axes: Axes) -> Axes:
 
 
 def legend(axes: Axes) -> None:
-    """Adds a legend above the axes of its labelled lines; labels with "before" precede "after"."""
+    """Adds a legend above the axes: labels that start with "before", then "after", then others."""
     order = ("before", "after")
     handles, labels = axes.get_legend_handles_labels()
     entries = sorted(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.data.sources import reads_own_files
+from fedjax_pfl.data.dataset_registry import reads_own_files
 from fedjax_pfl.report import csv_tables
 from fedjax_pfl.settings import configuration
 
@@ -196,7 +196,10 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _lines(path: Path, finished: bool) -> Iterator[dict[str, Any]]:
-    """Yields the checked lines of metrics.jsonl, up to a broken last one if not `finished`."""
+    """Yields the checked lines of metrics.jsonl, up to a broken last one if not `finished`.
+
+    Raises _InvalidFile for any other line.
+    """
     lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     for number, text in enumerate(lines, 1):
         try:
@@ -249,7 +252,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _clients(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of clients.csv, for each client a dict of values by column."""
+    """Returns the rows of clients.csv, for each client a dict of values by column.
+
+    Raises _InvalidFile for other content.
+    """
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         rows = list(reader)
@@ -264,7 +270,10 @@ def _clients(path: Path) -> list[dict[str, Any]]:
 
 
 def _cell(column: str, text: str, row: int) -> Any:
-    """Returns the value of a cell: a number, a string in a text column, or None if it is empty."""
+    """Returns the value of a cell: a number, a string in a text column, or None if it is empty.
+
+    Raises _InvalidFile for other text in a column of numbers.
+    """
     if column in _TEXT_COLUMNS:
         return csv_tables.unescaped(text)
     if not text:
@@ -301,7 +310,10 @@ def _confusion(path: Path) -> dict[str, Any]:
 
 
 def _traffic(path: Path) -> dict[str, Any]:
-    """Returns traffic.json: bytes by layer, `down` and `up`, and sums, `total_down`, `total_up`."""
+    """Returns traffic.json: bytes by layer, `down` and `up`, and sums, `total_down`, `total_up`.
+
+    Raises _InvalidFile for values that are no numbers.
+    """
     traffic = _json(path)
     for direction in ("down", "up"):
         by_layer = traffic.get(direction, {})

@@ -197,7 +197,8 @@ class Store(NamedTuple):
 def open_store(directory: Path, keep: int = MAX_CHECKPOINTS, *, read_only: bool = False) -> Store:
     """Opens the checkpoints in a directory, which is created unless `read_only`.
 
-    The newest `keep` of them remain when one is saved. Removes what an unfinished save left.
+    The newest `keep` of them remain when one is saved. Removes what an unfinished save left. Raises
+    UsageError if a damaged entry hides the others.
     """
     import orbax.checkpoint as ocp
 

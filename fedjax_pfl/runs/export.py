@@ -44,6 +44,8 @@ def load_result(
 ) -> Result:
     """Loads the result of a finished run from its last checkpoint. Trains and writes nothing.
 
+    Raises UsageError if the run is not finished, its checkpoint is damaged, or its data changed.
+
     Args:
       directory: The run directory.
       data_dir: Folder of prepared datasets. Default: the one of the run's configuration.
@@ -136,6 +138,8 @@ def write_models(
     best: bool = False,
 ) -> list[Path]:
     """Writes each client's personal model to client-ID.safetensors in a folder. Returns the paths.
+
+    Raises UsageError if the folder has files or a client does not exist.
 
     Args:
       result: Result of a run.
@@ -265,6 +269,7 @@ def describe(path: str | Path) -> dict[str, Any]:
 
     Inputs are x * scale + shift if these are not None, computed in 64 bits. Output c is class c of
     the dataset, or the classes that `label_map` maps to c. `classes` says which outputs count.
+    Raises UsageError for other files.
     """
     package = safetensors_package()
     try:

@@ -53,7 +53,8 @@ def to_json(net: Any) -> dict[str, Any]:
 def from_json(content: dict[str, Any], facts: dict[str, Any], model: Any) -> Any:
     """Returns the network, without parameters, that `content` of `to_json` describes.
 
-    `facts` is the result of `export.describe`; `model` is the network if it is user-defined.
+    `facts` is the result of `export.describe`; `model` is the network if it is user-defined. Raises
+    UsageError if a user-defined network is required and `model` is missing or another one.
     """
     if content["kind"] != "own":
         fields = {

@@ -11,7 +11,7 @@ from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs import reference_runs, run_directory
 from fedjax_pfl.runs.build import Experiment
 from fedjax_pfl.runs.phase import Phase
-from fedjax_pfl.runs.run_state import SweepRun, client_table
+from fedjax_pfl.runs.run_state import SweepRun, client_rows
 from fedjax_pfl.simulation.ledger import Ledger
 
 
@@ -51,7 +51,7 @@ def make_result(experiment: Experiment, sweep_run: SweepRun, state: State) -> Re
     return Result(
         config=sweep_run.config,
         metrics=list(sweep_run.at.metrics),
-        clients=client_table(experiment, sweep_run.at),
+        clients=client_rows(experiment, sweep_run.at),
         confusion=sweep_run.at.confusion,
         ledger=sweep_run.at.ledger,
         state=state,
@@ -66,7 +66,10 @@ def make_result(experiment: Experiment, sweep_run: SweepRun, state: State) -> Re
 
 
 def run_record(result: Result) -> run_reader.Run:
-    """Returns the content of a run's directory, from which reports and comparisons are made."""
+    """Returns the content of a run's directory, from which reports and comparisons are made.
+
+    Raises UsageError if it has none.
+    """
     if result.directory is None:
         raise UsageError("the run has no workdir, so it has no record; pass workdir to run")
     return run_reader.Run(

@@ -19,7 +19,7 @@ from fedjax_pfl.core.scores import Metric
 from fedjax_pfl.report.loggers import Logger, from_setting
 from fedjax_pfl.runs import checkpoints, run_directory
 from fedjax_pfl.runs.build import Experiment
-from fedjax_pfl.simulation import ledger, metrics, stores
+from fedjax_pfl.simulation import client_table, ledger, metrics, stores
 from fedjax_pfl.simulation.ledger import Ledger
 from fedjax_pfl.simulation.records import Evaluation
 
@@ -151,9 +151,9 @@ def record_evaluation(
         **metrics.user_metrics(task),
         **_diagnostics(experiment, sweep_run, observed),
     }
-    rows = metrics.client_scores(scores, task, experiment.phases[at.phase].inputs.evaluated)
+    rows = client_table.client_scores(scores, task, experiment.phases[at.phase].inputs.evaluated)
     previous = at.clients if at.best_round is not None else ()  # none of an earlier phase
-    rows = metrics.add_best(rows, previous, is_best, task)
+    rows = client_table.add_best(rows, previous, is_best, task)
     sweep_run.at = at._replace(
         metrics=(*at.metrics, line),
         clients=rows,
@@ -195,10 +195,10 @@ def new_warnings(sweep_run: SweepRun) -> list[str]:
     return [remark for remark in last if not previous or remark not in previous[0]]
 
 
-def client_table(experiment: Experiment, at: Position) -> list[dict[str, Any]]:
+def client_rows(experiment: Experiment, at: Position) -> list[dict[str, Any]]:
     """Returns the rows of clients.csv at the end of a run: scores and bytes of each client."""
     evaluated = experiment.phases[-1].inputs.evaluated
-    return metrics.client_table(experiment.federation, at.clients, at.ledger, evaluated)
+    return client_table.client_rows(experiment.federation, at.clients, at.ledger, evaluated)
 
 
 def _is_best(
@@ -207,9 +207,10 @@ def _is_best(
     validation: Mapping[str, Any] | None,
     best_score: float | None,
 ) -> bool:
-    """Returns True if the mean validation score is better than `best_score` and none is NaN.
+    """Returns True if the mean validation score is better than `best_score`.
 
-    `before` and `validation` are summaries of an evaluation; `best_score` is None before the first.
+    `before`, on test examples, and `validation` are `metrics.summary` of an evaluation. Returns
+    False if a client's loss in either is not finite. `best_score` is None before the first.
     """
     score = None if validation is None else validation[f"{metric.name}_mean"]
     if score is None or any(part and part["not_finite"] for part in (before, validation)):

@@ -153,7 +153,7 @@ def run_configs(
 ) -> dict[str, Result]:
     """Trains several runs in one compiled program; they differ in seed and real-valued settings.
 
-    Returns the result of each run by its name in `configs`.
+    Returns the result of each run by its name in `configs`. Raises UsageError if memory runs out.
 
     Args:
       configs: Complete configurations by the names of their directories in `workdir`.

@@ -73,7 +73,10 @@ def _sweepable(algorithm: str) -> str:
 
 
 def _parse(text: str) -> dict[str, list[float]]:
-    """Parses "name=1,2; group.name=3,4" into values by setting, without repeated values."""
+    """Parses "name=1,2; group.name=3,4" into values by setting, without repeated values.
+
+    Raises UsageError for other text, and for a setting named twice.
+    """
     grid: dict[str, list[float]] = {}
     for part in filter(None, (part.strip() for part in text.split(";"))):
         name, _, values = (piece.strip() for piece in part.partition("="))

@@ -122,7 +122,10 @@ def train(
 
 
 def _train_phase(loop: Loop, state: State) -> tuple[State, bool]:
-    """Trains to the end of a phase. Returns the state, and True if a callback ended the run."""
+    """Trains to the end of a phase. Returns the state, and True if a callback ended the run.
+
+    Raises Stopped after Ctrl-C, with the state saved.
+    """
     state = loop.program.enter(state)
     _compile(loop, state)
     while loop.sweep_runs[0].at.round < loop.phase.end:

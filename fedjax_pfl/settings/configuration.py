@@ -228,7 +228,7 @@ def setting_type(config: ConfigDict, name: str) -> type:
 
 
 def phases(config: ConfigDict, registry: Registry = BUILTINS) -> list[ConfigDict]:
-    """Returns all settings of each phase in order; there is at least one phase."""
+    """Returns all settings of each phase, at least one; UsageError if a phase cannot change one."""
     configs = []
     require(config.phases is not None, "phases is None; it must be of type tuple")
     for number, changes in enumerate(config.phases or [{}]):
@@ -246,7 +246,7 @@ def phases(config: ConfigDict, registry: Registry = BUILTINS) -> list[ConfigDict
 
 
 def groups(config: ConfigDict, registry: Registry = BUILTINS) -> list[ConfigDict]:
-    """Returns all settings of each architecture group; there is at least one group."""
+    """Returns all settings of each group, at least one; UsageError if they are not a network's."""
     configs = []
     for number, changes in enumerate(config.groups or [{}]):
         if not isinstance(changes, Mapping) or not set(changes) <= {"model", *registry.model}:

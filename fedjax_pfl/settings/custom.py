@@ -53,7 +53,8 @@ def register(
 
     The settings, in nested dicts, may name a method, network or task as MODULE:NAME, which is
     imported. Returns the registry with these components, and a copy of the settings that selects
-    them by name.
+    them by name. Raises UsageError for a component of another type, or one that the settings
+    contradict.
     """
     if not isinstance(settings, Mapping):
         raise UsageError(
@@ -98,7 +99,8 @@ def _register_factory(
     """Returns the registry with a method, network or task, and adds its name to the settings.
 
     `kind` is "algorithm", "model" or "task". If `component` is None, the settings may name it as
-    MODULE:NAME; if they do not, the registry is returned unchanged.
+    MODULE:NAME; if they do not, the registry is returned unchanged. Raises UsageError if it is not
+    callable, or the settings select another one.
     """
     path = settings.get(kind)
     if isinstance(path, str) and ":" in path:
@@ -139,7 +141,10 @@ def _selected(kind: str, settings: Mapping[str, Any]) -> list[Any]:
 
 
 def _imported(kind: str, path: str) -> Any:
-    """Returns the object at `path`, MODULE:NAME; `kind` is the setting, for the error message."""
+    """Returns the object at `path`, MODULE:NAME; `kind` is the setting, for the error message.
+
+    Raises UsageError if it cannot be imported.
+    """
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)

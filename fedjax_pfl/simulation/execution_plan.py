@@ -48,7 +48,8 @@ def mesh(devices: int | None, cohort: int, *, several: bool) -> Mesh | None:
     """Returns a mesh of devices with the axis "clients", or None for a single device.
 
     A CPU core without a device helps with the matrix products of the others: one client on two
-    cores takes 0.6 of the time that it takes with two devices.
+    cores takes 0.6 of the time that it takes with two devices. Raises UsageError if this version of
+    JAX cannot compile a sweep for several CPU devices.
 
     Args:
       devices: Number of devices. Default: all; on a CPU at most one per client of a round.

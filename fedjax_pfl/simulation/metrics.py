@@ -1,21 +1,19 @@
 """Metrics of an evaluation, computed on the host in float64 from the sums of each client."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.local_training import Scores
 from fedjax_pfl.core.scores import METRICS
 from fedjax_pfl.core.task import Task
-from fedjax_pfl.simulation.ledger import Ledger
 from fedjax_pfl.simulation.records import Evaluation, Log
 
 
-def _number(value: Any) -> float | None:
+def to_finite(value: Any) -> float | None:
     """Returns a float for JSON, or None if the value is not finite."""
     return float(value) if math.isfinite(value) else None
 
@@ -90,13 +88,13 @@ def summary(scores: Scores, active: np.ndarray, task: Task) -> dict[str, Any] | 
         worst_first = np.sort(values) if metric.higher_is_better else np.sort(values)[::-1]
         statistics: dict[str, float | None] = dict.fromkeys(_STATISTICS)
         if len(values):
-            statistics["mean"] = _number(values.mean())
-            statistics["weighted"] = _number((values * weights).sum() / weights.sum())
-            statistics["std"] = _number(values.std())
-            statistics["variance"] = _number(values.var())
-            statistics["worst10"] = _number(worst_first[: math.ceil(len(values) / 10)].mean())
+            statistics["mean"] = to_finite(values.mean())
+            statistics["weighted"] = to_finite((values * weights).sum() / weights.sum())
+            statistics["std"] = to_finite(values.std())
+            statistics["variance"] = to_finite(values.var())
+            statistics["worst10"] = to_finite(worst_first[: math.ceil(len(values) / 10)].mean())
         line |= {f"{metric.name}_{name}": number for name, number in statistics.items()}
-    line["loss"] = _number(columns["loss"][included].mean()) if included.any() else None
+    line["loss"] = to_finite(columns["loss"][included].mean()) if included.any() else None
     return line | {"clients": len(examples), "not_finite": int(scored.sum()) - len(examples)}
 
 
@@ -142,96 +140,6 @@ def mean_std(values: Sequence[float]) -> dict[str, Any]:
     return {"mean": float(np.mean(values)), "std": std, "seeds": len(values)}
 
 
-def client_scores(
-    scores: Evaluation, task: Task, evaluated: np.ndarray | None = None
-) -> tuple[dict[str, Any], ...]:
-    """Returns one row per evaluated client, a dict of columns.
-
-    Columns are test_examples, then before_NAME and after_NAME for each metric NAME and for `loss`:
-    test scores before and after one more local training. A score that was not evaluated is None.
-
-    Args:
-      scores: Result of an evaluation, arrays [N].
-      task: Defines the metrics.
-      evaluated: Ids of the evaluated clients. Default: all.
-    """
-    if evaluated is not None:
-        scores = jax.tree.map(lambda leaf: np.asarray(leaf)[evaluated], scores)
-    examples = np.asarray(scores.before.examples)
-    columns: dict[str, np.ndarray] = {}
-    empty = np.full(len(examples), np.nan)
-    for stage, part in (("before", scores.before), ("after", scores.after)):
-        names = [metric.name for metric in task.metrics] + ["loss"]
-        values = dict.fromkeys(names, empty) if part is None else per_client(part, task)
-        columns |= {f"{stage}_{name}": column for name, column in values.items()}
-    return tuple(
-        {"test_examples": int(count)}
-        | {column: _number(values[i]) for column, values in columns.items()}
-        for i, count in enumerate(examples)
-    )
-
-
-def add_best(
-    rows: Sequence[Mapping[str, Any]],
-    previous: Sequence[Mapping[str, Any]],
-    is_best: bool,
-    task: Task,
-) -> tuple[dict[str, Any], ...]:
-    """Returns the rows of `client_scores` with the metrics of the best evaluation.
-
-    These are the columns best_before_NAME and best_after_NAME.
-
-    Args:
-      rows: Rows of `client_scores` of this evaluation.
-      previous: Rows of the previous evaluation with its best metrics; empty if there is none.
-      is_best: True if this evaluation is the best.
-      task: Defines the metrics.
-    """
-    names = [f"{stage}_{metric.name}" for metric in task.metrics for stage in ("before", "after")]
-    if is_best:
-        best = [{f"best_{name}": row[name] for name in names} for row in rows]
-    else:
-        source = previous or [{}] * len(rows)
-        best = [{f"best_{name}": row.get(f"best_{name}") for name in names} for row in source]
-    return tuple({**row, **columns} for row, columns in zip(rows, best, strict=True))
-
-
-def client_table(
-    federation: Federation,
-    rows: Sequence[Mapping[str, Any]],
-    ledger: Ledger,
-    evaluated: np.ndarray | None = None,
-) -> list[dict[str, Any]]:
-    """Returns the rows of clients.csv, one per client.
-
-    Args:
-      federation: The clients.
-      rows: Rows of `client_scores` or `add_best`. Clients that were not evaluated get None.
-      ledger: Communication of each client.
-      evaluated: Ids of the evaluated clients. Default: all.
-    """
-    if evaluated is not None and len(rows):
-        by_client = dict(zip(evaluated.tolist(), rows, strict=True))
-        blank = dict.fromkeys(rows[0])
-        rows = [by_client.get(i, blank) for i in range(federation.clients)]
-    return [
-        {
-            "client": i,
-            **({} if federation.owners is None else {"owner": federation.owners[i]}),
-            "active": int(federation.active[i]),
-            "group": int(federation.groups[i]),
-            "train_examples": int(federation.counts[i]),
-            **row,
-            "bytes_down": ledger.client_down[i],
-            "bytes_up": ledger.client_up[i],
-            "client_updates": ledger.client_updates[i],
-            "dropped": ledger.dropped[i],
-            "rejected": ledger.rejected[i],
-        }
-        for i, row in enumerate(rows)
-    ]
-
-
 # Sums of training metrics by name, and the number of updates in them, since the last evaluation.
 Pending = tuple[dict[str, float], int]
 
@@ -259,7 +167,7 @@ def means(pending: Pending) -> dict[str, float | None]:
     They are named train_NAME; None if there are no updates.
     """
     sums, count = pending
-    return {f"train_{name}": _number(x / count) if count else None for name, x in sums.items()}
+    return {f"train_{name}": to_finite(x / count) if count else None for name, x in sums.items()}
 
 
 def rejections(logs: Sequence[Log], first: int, rounds: int) -> Iterator[str]:

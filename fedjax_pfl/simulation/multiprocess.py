@@ -111,7 +111,10 @@ def replicate(tree: PyTree, everywhere: jax.sharding.Sharding) -> PyTree:
 
 
 def devices(limit: int | None) -> Sequence[jax.Device]:
-    """Returns `limit` devices, the same number from each process, or all if `limit` is None."""
+    """Returns `limit` devices, the same number from each process, or all if `limit` is None.
+
+    Raises UsageError if there are fewer, or if `limit` is no multiple of the processes.
+    """
     available = jax.devices()
     if limit is None:
         return available

@@ -110,6 +110,8 @@ def round_functions(
 ) -> RoundFunctions:
     """Returns the rounds and the evaluation of a method as functions to compile.
 
+    Raises UsageError if there are fewer active clients than the cohort has.
+
     Args:
       algorithm: The method.
       federation: Facts about the clients.
@@ -384,7 +386,10 @@ def _train(
 
 
 def _counted(traffic: dict[str, Any], is_counted: jax.Array) -> dict[str, jax.Array]:
-    """Returns bytes by layer, `traffic`, as int32 scalars; zeros unless `is_counted`, a bool []."""
+    """Returns bytes by layer, `traffic`, as int32 scalars; zeros unless `is_counted`, a bool [].
+
+    Raises UsageError for a layer of 2 GiB or more.
+    """
     for layer, count in traffic.items():
         if isinstance(count, int) and count >= 2**31:
             raise UsageError(f"layer {layer} has {count:,} bytes; at most 2**31 - 1 can be counted")

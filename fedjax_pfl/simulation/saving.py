@@ -38,6 +38,8 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
 def restore(path: str | os.PathLike[str], like: Any) -> Any:
     """Reads a tree that `save` wrote.
 
+    Raises UsageError if the file is damaged or its tree differs from `like`.
+
     Args:
       path: The file.
       like: A tree with the same structure, shapes and dtypes, such as `simulation.init()`.

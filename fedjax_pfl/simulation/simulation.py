@@ -170,7 +170,10 @@ class Simulation:
         return program.observe(self.method, program.enter(state))
 
     def personal_model(self, state: State, client: int, t: int = 0) -> PyTree:
-        """Returns the variables of the personalised model of a client in round `t`."""
+        """Returns the variables of the personalised model of a client in round `t`.
+
+        Raises UsageError unless the store is "device".
+        """
         if self._store != "device":
             raise UsageError(f"personal_model needs store='device', and store is {self._store!r}")
         if not 0 <= client < self.federation.clients:

@@ -133,7 +133,10 @@ class _File:
             os.unlink(path)
 
     def read(self, slots: np.ndarray, start: int, end: int) -> np.ndarray:
-        """Returns bytes `start` to `end` of the records in `slots` [K], uint8 [K, end - start]."""
+        """Returns bytes `start` to `end` of the records in `slots` [K], uint8 [K, end - start].
+
+        Raises UsageError if the file is truncated.
+        """
         records = np.empty((len(slots), end - start), np.uint8)
         for n, slot in enumerate(slots.tolist()):
             buffer, position = memoryview(records[n]), 0

@@ -78,7 +78,8 @@ def _is_variance(path: tuple[Any, ...]) -> bool:
 def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transform | None:
     """Returns the transform, or None if upload_clip_norm is unset and there is no noise.
 
-    `value_of` returns the value of a setting by its name.
+    `value_of` returns the value of a setting by its name. Raises UsageError for noise without a
+    clip norm.
     """
     clip_norm, multiplier = value_of("upload_clip_norm"), value_of("upload_noise")
     if clip_norm is None and multiplier:

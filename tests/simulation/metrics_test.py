@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fedjax_pfl.core.algorithm import Federation, State
+from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.core.local_training import Scores
 from fedjax_pfl.core.scores import ACCURACY
 from fedjax_pfl.core.task import Task, classification, regression, select_metrics
 from fedjax_pfl.runs import progress, run_state
-from fedjax_pfl.simulation import ledger, metrics
+from fedjax_pfl.simulation import client_table, ledger, metrics
 from fedjax_pfl.simulation.records import Evaluation, Log
 
 TASK = Task(None, (ACCURACY._replace(name="a"),), has_classes=True)
@@ -67,7 +67,7 @@ def test_a_client_with_a_loss_that_is_not_finite_is_counted_and_left_out():
     assert (result["clients"], result["not_finite"]) == (2, 1)
     assert metrics.not_finite(lost, np.ones(3, bool), TASK) == [0]
     assert metrics.not_finite(lost, np.array([False, True, True]), TASK) == []
-    rows = metrics.client_scores(Evaluation(lost, lost, None), TASK)
+    rows = client_table.client_scores(Evaluation(lost, lost, None), TASK)
     assert (rows[0]["before_a"], rows[0]["before_loss"], rows[1]["before_a"]) == (None, None, 1.0)
     all_lost = summary(scores([1], [np.inf], [2]))
     assert all_lost == {**dict.fromkeys(NAMES), "clients": 0, "not_finite": 1}
@@ -79,36 +79,6 @@ def test_the_worst_errors_are_the_largest():
     assert (result["squared_error_mean"], result["squared_error_worst10"]) == (6.0, 10.5)
     assert result["rmse_mean"] == pytest.approx(np.sqrt(np.arange(1, 12)).mean())
     assert next(iter(result)) == "squared_error_mean"  # readers take the first metric
-
-
-def test_client_scores():
-    before, after = scores([3, 0], [6, 0], [4, 0]), scores([2, 0], [1, 0], [4, 0])
-    columns = ("test_examples", "before_a", "before_loss", "after_a", "after_loss")
-    rows = metrics.client_scores(Evaluation(before, before, after), TASK)
-    assert rows == (
-        dict(zip(columns, (4, 0.75, 1.5, 0.5, 0.25), strict=True)),
-        {**dict.fromkeys(columns), "test_examples": 0},
-    )
-    rows = metrics.client_scores(Evaluation(before, before, None), TASK)
-    assert (rows[0]["before_a"], rows[0]["after_a"], rows[0]["after_loss"]) == (0.75, None, None)
-
-
-def test_best_scores_are_replaced_by_better_ones_only():
-    def rows(before, after):
-        return [{"before_a": before, "before_loss": 1.0, "after_a": after}]
-
-    def best(clients):
-        return [(row["best_before_a"], row["best_after_a"]) for row in clients]
-
-    unvalidated = metrics.add_best(rows(0.5, None), (), False, TASK)
-    assert best(unvalidated) == [(None, None)]
-    first = metrics.add_best(rows(0.5, 0.6), unvalidated, True, TASK)
-    second = metrics.add_best(rows(0.9, 0.8), first, False, TASK)
-    assert best(first) == best(second) == [(0.5, 0.6)]
-    assert (second[0]["before_a"], second[0]["before_loss"]) == (0.9, 1.0)
-    assert best(metrics.add_best(rows(0.7, 0.8), second, True, TASK)) == [(0.7, 0.8)]
-    without_best = [{"before_a": 0.5}]  # saved by an older version
-    assert best(metrics.add_best(rows(0.7, 0.8), without_best, False, TASK)) == [(None, None)]
 
 
 class Recorder:
@@ -177,27 +147,6 @@ def test_a_round_with_one_lost_client_is_never_the_best():
     assert not list(progress.not_finite(*arguments))  # reported once
 
 
-def test_client_table():
-    federation = Federation(np.array([7, 8]), (5,), 3, np.array([True, False]), np.array([0, 1]))
-    book = ledger.Ledger({}, {}, [1, 2], [3, 4], [5, 6], [7, 8], [9, 10])
-    first, second = metrics.client_table(federation, [{"a": 1}, {"a": 2}], book)
-    assert first == {
-        "client": 0,
-        "active": 1,
-        "group": 0,
-        "train_examples": 7,
-        "a": 1,
-        "bytes_down": 1,
-        "bytes_up": 3,
-        "client_updates": 5,
-        "dropped": 7,
-        "rejected": 9,
-    }
-    assert list(second.values()) == [1, 0, 1, 8, 2, 2, 4, 6, 8, 10]
-    with_owners = metrics.client_table(federation._replace(owners=("Aix", "B")), [{}, {}], book)
-    assert [row["owner"] for row in with_owners] == ["Aix", "B"]
-
-
 def log(present, dropped, rejected, loss) -> Log:
     flags = [np.array(flag, bool) for flag in (present, dropped, rejected)]
     ids = np.broadcast_to(np.arange(flags[0].shape[1]) * 10, flags[0].shape)
@@ -245,7 +194,7 @@ def test_a_client_without_a_defined_metric_counts_in_the_other_metrics():
     means = summary(result, task)
     assert (means["accuracy_mean"], means["auroc_mean"], means["auroc_weighted"]) == (0.5, 0.5, 0.5)
     assert (means["auroc_worst10"], means["clients"], means["not_finite"]) == (0, 3, 0)
-    rows = metrics.client_scores(Evaluation(result, result, None), task)
+    rows = client_table.client_scores(Evaluation(result, result, None), task)
     assert [row["before_auroc"] for row in rows] == [1, None, 0]
 
 

@@ -69,6 +69,8 @@ def build_algorithm(
 ) -> Algorithm:
     """Builds pFedHN, or pFedHN-PC if `head_is_local`, with one hypernetwork for all networks.
 
+    Raises UsageError for `head_is_local` if the network has a single layer.
+
     Args:
       name: Name of the method, for messages.
       models: A network, or a tuple with one for each group of clients.
@@ -145,7 +147,11 @@ def build_algorithm(
         return State(server, Rows(v), tuple(clients))
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        """Returns a new state, or the state of an earlier phase with all momentum reset."""
+        """Returns a new state, or the state of an earlier phase with all momentum reset.
+
+        Raises UsageError if the earlier phase had another method, network or hypernetwork, and for
+        `frozen` without an earlier phase.
+        """
         state = new_state(key)
         if start is None and settings.frozen:
             raise UsageError(f"{name}.frozen is for a phase after one that has trained φ")

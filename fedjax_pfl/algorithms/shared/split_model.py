@@ -79,7 +79,7 @@ def partly_shared(
     The server stores the shared variables, the only ones that are sent. Clients store
     `SplitClient`. A phase, a part of a run with one algorithm, starts from a global model, whose
     personal variables every client gets, or from a state that is split in the same way. Momentum
-    starts at zero in each phase.
+    starts at zero in each phase. Raises UsageError unless some layers are shared and some are not.
 
     Args:
       model: A Flax network.

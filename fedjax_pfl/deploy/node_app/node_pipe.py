@@ -18,7 +18,8 @@ _SOCKET = "worker"
 def ask(folder: Path, content: bytes, seconds: float = 120.0) -> bytes:
     """Sends an encoded request to the worker of a node's folder and returns the response.
 
-    Waits up to `seconds` for a worker that is restarting.
+    Waits up to `seconds` for a worker that is restarting. Raises RuntimeError if the worker does
+    not respond.
     """
     deadline = time.monotonic() + seconds
     while True:

@@ -86,7 +86,10 @@ def _convolve(
     *arguments: Any,
     **keywords: Any,
 ) -> jax.Array:
-    """Implements `jax.lax.conv_general_dilated` by the lowering `name`."""
+    """Implements `jax.lax.conv_general_dilated` by the lowering `name`.
+
+    Raises UsageError for arguments that the lowering does not support.
+    """
     options = _Options(*arguments, **keywords)
     depthwise = options.feature_group_count == lhs.shape[-1] == rhs.shape[-1] > 1
     unsupported = _unsupported(lhs, rhs, options, depthwise)

@@ -50,7 +50,10 @@ def grids(
 
 
 def _parse(texts: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yields each key of "KEY=VALUE,VALUE; KEY=VALUE" with its values as text."""
+    """Yields each key of "KEY=VALUE,VALUE; KEY=VALUE" with its values as text.
+
+    Raises UsageError for other text.
+    """
     for part in filter(None, (part.strip() for text in texts for part in text.split(";"))):
         key, _, values = part.partition("=")
         value_texts = [text.strip() for text in values.split(",")]
@@ -114,7 +117,10 @@ def _unknown_key(
 
 
 def _value(defaults: ConfigDict, name: str, text: str) -> Any:
-    """Parses the value of the setting `name`, with the type of its default; "unset" is None."""
+    """Parses the value of the setting `name`, with the type of its default; "unset" is None.
+
+    Raises UsageError for a setting that cannot be tuned, and for a value of another type.
+    """
     kind = configuration.setting_type(defaults, name)
     if kind not in (bool, int, float, str):
         raise UsageError(f"{name} is a {kind.__name__}, which cannot be tuned; set it instead")
@@ -132,7 +138,10 @@ def _value(defaults: ConfigDict, name: str, text: str) -> Any:
 
 
 def points(method: str, grid: Grid) -> list[Point]:
-    """Returns all combinations of a grid's values, at most 1,000. The last varies fastest."""
+    """Returns all combinations of a grid's values, at most 1,000. The last varies fastest.
+
+    Raises UsageError for more.
+    """
     if (count := math.prod(map(len, grid.values()))) > _MAX_POINTS:
         raise UsageError(f"the grid of {method} has {count} points; use at most {_MAX_POINTS}")
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
@@ -144,7 +153,7 @@ def equal(
     """Returns the points to run of each method: the same number, so far as grids are large enough.
 
     `budget` points are sampled; a method with fewer keeps all. Without a budget all points are run,
-    and methods must have equal numbers.
+    and methods must have equal numbers. Raises UsageError if their numbers differ anyway.
     """
     if budget is not None:
         return {method: sample(points, budget, seed) for method, points in points_of.items()}

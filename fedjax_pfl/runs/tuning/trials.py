@@ -97,7 +97,10 @@ def shorten(configs: Mapping[str, ConfigDict], rounds: int, registry: Registry =
 
 
 def _set_rounds(config: ConfigDict, rounds: int, registry: Registry) -> None:
-    """Sets the total rounds of a run in place. Phases keep their shares, at least one round."""
+    """Sets the total rounds of a run in place. Phases keep their shares, at least one round.
+
+    Raises UsageError if that needs more rounds.
+    """
     old = [n for n, _ in cohorts(config, registry)]
     if sum(old) == rounds:
         return

@@ -66,6 +66,8 @@ def load(
 ) -> Dataset:
     """Loads a dataset by name.
 
+    Raises UsageError for an unknown name or setting, and for a path that is missing or not used.
+
     Args:
       name: Name of a source, followed by a colon and a path if the source reads files.
       data_dir: Folder of prepared tfds datasets. Default: TFDS_DATA_DIR, or the default of tfds.
