@@ -84,6 +84,14 @@ def test_a_child_answers_every_request(tmp_path):
     assert process._process.returncode is not None
 
 
+def wait_and_go(process):
+    process.wait_until_ready()
+    process.go()
+
+
+READY = "print('{\"ready\": {}}', flush=True)\n"
+
+
 @pytest.mark.parametrize(
     ("code", "line"),
     [
@@ -92,31 +100,18 @@ def test_a_child_answers_every_request(tmp_path):
         ("print('[1]')", "it does not speak the protocol"),
         ("raise ValueError('two\\nlines')", "it ended with status 1: lines"),
         ("sys.exit(3)", "it ended with status 3: no message"),
+        (f"{READY}next(sys.stdin); raise OSError('full')", "it ended with status 1: OSError: full"),
+        (f"{READY}next(sys.stdin); print('{{}}')", "it does not speak the protocol"),
+        (f"{READY}print('{{\"seconds\": null}}')", "it does not speak the protocol"),
+        (READY, "it ended with status 0: no message"),
     ],
 )
-def test_a_child_that_is_not_ready(tmp_path, code, line):
+def test_a_child_that_fails(tmp_path, code, line):
     process = child(tmp_path, code)
     with pytest.raises(Gone) as caught:
-        process.wait_until_ready()
+        wait_and_go(process)
     assert str(caught.value) == line
     assert process._process.returncode is not None
-
-
-@pytest.mark.parametrize(
-    ("code", "line"),
-    [
-        ("sys.stdin.readline(); raise ValueError('no room')", "status 1: ValueError: no room"),
-        ("sys.stdin.readline(); print('{}', flush=True)", "it does not speak the protocol"),
-        ("sys.stdin.readline(); print('{\"seconds\": null}')", "it does not speak the protocol"),
-        ("pass", "it ended with status 0: no message"),
-    ],
-)
-def test_a_child_that_fails_at_work(tmp_path, code, line):
-    process = child(tmp_path, f"print('{{\"ready\": {{}}}}', flush=True)\n{code}")
-    process.wait_until_ready()
-    with pytest.raises(Gone) as caught:
-        process.go()
-    assert line in str(caught.value)
 
 
 def test_a_child_that_hangs_is_killed(tmp_path):
@@ -227,7 +222,7 @@ def test_conditions_differ_between_items():
 
 
 class Flags(types.SimpleNamespace):
-    """Stands for `flags.FLAGS`."""
+    """Stands for `flags.FLAGS`; a flag that is not given is None."""
 
     def __getitem__(self, name):
         return types.SimpleNamespace(value=getattr(self, name, None))

@@ -12,6 +12,7 @@ from absl import flags
 from experiments import many_clients
 from experiments.libraries.rivals import Gone
 from fedjax_pfl.simulation.cohort_examples import cohort_data
+from tests.experiments.benchmark_test import Flags
 
 CHECKOUTS = Path(__file__).parents[1] / "checkouts"
 ROW = {
@@ -49,33 +50,21 @@ def test_each_number_of_clients_is_measured_once_in_its_own_process(tmp_path, mo
         return subprocess.CompletedProcess(arguments, 0, "log line\n" + json.dumps(ROW) + "\n", "")
 
     out = tmp_path / "rows.json"
-    flag = {
-        "clients": ["100", "1000"],
-        "methods": ["local"],
-        "store": "disk",
-        "cohort": 100,
-        "rounds": 3,
-        "written": 0,
-        "only": "",
-        "model": "lenet",
-        "pfllib": None,
-        "pfllib_python": None,
-        "fl_bench": None,
-        "fl_bench_python": None,
-        "most": 12.0,
-        "limit": 60.0,
-        "picture": str(tmp_path / "picture.svg"),
-        "out": str(out),
-    }
-
-    class Flags(dict):
-        def __getattr__(self, name):
-            return flag[name]
-
-        def __getitem__(self, name):
-            return type("Flag", (), {"value": flag[name]})
-
-    monkeypatch.setattr(flags, "FLAGS", Flags())
+    flag_values = Flags(
+        clients=["100", "1000"],
+        methods=["local"],
+        store="disk",
+        cohort=100,
+        rounds=3,
+        written=0,
+        only="",
+        model="lenet",
+        most=12.0,
+        limit=60.0,
+        picture=str(tmp_path / "picture.svg"),
+        out=str(out),
+    )
+    monkeypatch.setattr(flags, "FLAGS", flag_values)
     monkeypatch.setattr(many_clients.subprocess, "run", run)
     for _ in range(2):
         many_clients.main(sys.argv[:1])
@@ -93,7 +82,7 @@ def test_each_number_of_clients_is_measured_once_in_its_own_process(tmp_path, mo
             raise Gone("it has no room")
         return {"clients": clients, "peak": 2**31}
 
-    flag["pfllib"], flag["clients"] = str(CHECKOUTS / "pfllib"), ["10000", "1000", "100"]
+    flag_values.pfllib, flag_values.clients = str(CHECKOUTS / "pfllib"), ["10000", "1000", "100"]
     monkeypatch.setattr(many_clients, "measure_library", measure_library)
     monkeypatch.setattr(many_clients.rivals, "commit", lambda path: "d832e76")
     for _ in range(2):  # larger numbers are not tried after a failure

@@ -100,8 +100,3 @@ def test_rows_of_the_sweep_of_eta():
     (layer,) = below.lines
     assert layer.get_xydata().tolist() == [[0.5, 6], [2, 6]]  # without HeurpFedLA
     assert above.get_title() == "classes4"
-
-
-def test_paper_means_the_papers_dataset_and_rounds():
-    length = studies.LENGTHS[""]
-    assert (length.paper, length.dataset) == (600, "cifar10")

@@ -1,12 +1,9 @@
-"""Tests of the papers' tables: published numbers, settings of every cell, and measures of runs."""
+"""Tests of the papers' tables: settings of every cell, and measures of runs."""
 
 import pytest
 
 from experiments import reproduce
 from experiments.papers import table as common
-from experiments.papers.factorized_fl import tables as factorized_fl
-from experiments.papers.pfedhn import tables as pfedhn
-from experiments.papers.pfedla import tables as pfedla
 from experiments.papers.tables import TABLES, cells_of
 from experiments.reproduce import Options
 from fedjax_pfl.report import run_reader
@@ -15,57 +12,12 @@ from fedjax_pfl.settings import configuration
 
 pytestmark = pytest.mark.slow("presets of every table")
 
-# Published numbers.
-
 
 def test_format_of_cells():
     assert common.cell(None) == "-"
     assert common.cell([59.44, 0.4]) == "59.44 ± 0.40"
     assert common.cell({"mean": 1.0, "std": None, "seeds": 1}) == "1.00"
     assert common.cell("not run") == "not run"
-
-
-def test_pfedla_published_tables():
-    """Ten rows; FedBN has no number where the network has no BatchNorm."""
-    published = pfedla.PUBLISHED
-    for table in ("table1", "table2"):
-        rows = published[table]["rows"]
-        assert len(rows) == 10
-        for method, cells in rows.items():
-            missing = {cell for cell, value in cells.items() if value is None}
-            without = {f"{d}-n{n}" for d in ("emnist_digits", "fashion_mnist") for n in (10, 100)}
-            assert missing == (without if method == "fedbn" else set())
-    assert published["table1"]["rows"]["pfedla"]["cifar10-n10"] == [61.43, 0.56]
-    assert published["table2"]["rows"]["heurpfedla"]["cifar100-n100"] == [48.72, 1.75]
-
-
-def test_pfedhn_published_tables():
-    """Eight rows and seven columns; each cell has a mean and a deviation."""
-    published = pfedhn.PUBLISHED
-    for table, rows, columns in (("table1", 8, 7), ("table2", 5, 6), ("table3", 4, 3)):
-        table_rows = published[table]["rows"]
-        assert len(table_rows) == rows
-        for cells in table_rows.values():
-            assert len(cells) == columns
-            assert all(len(cell) == 2 for cell in cells.values())
-    assert published["table1"]["rows"]["pfedhn_pc"]["omniglot-n50"] == [81.89, 0.15]
-    assert published["table2"]["rows"]["pfedhn"]["cifar100-L"] == [50.66, 2.7]
-
-
-def test_factorized_fl_published_table():
-    tables = factorized_fl.PUBLISHED["table1"]
-    assert {name: len(rows) for name, rows in tables.items()} == {
-        "cifar10": 9,
-        "svhn_cropped": 9,
-        "domains": 9,
-    }
-    assert set(tables["cifar10"]) == set(factorized_fl.ROWS)
-    for rows in tables.values():
-        for cells in rows.values():
-            values = [v for name, v in cells.items() if name != "gigabytes"]
-            assert all(len(v) == 2 for v in values)
-    assert tables["cifar10"]["beta"]["permuted-noniid"] == [56.61, 1.1]
-    assert tables["domains"]["alpha"]["average"] == [64.49, 1.57]
 
 
 # The settings of cells.

@@ -77,9 +77,6 @@ def test_the_published_table_is_complete():
     rows = PUBLISHED["table2"]["rows"]
     assert set(rows) == {*fedmn.RATES, "fedmn"} <= set(ALGORITHMS)
     assert all(list(cells) == list(fedmn.TESTBED) for cells in rows.values())
-    best = {dataset: max(rows, key=lambda row: rows[row][dataset]) for dataset in fedmn.TESTBED}
-    assert set(best.values()) == {"fedmn"}
-    assert rows["fedmn"]["femnist"] == 82.2
 
 
 def test_layouts_and_groups_of_the_studies():

@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import re
 
 import pytest
 from scipy.stats import wilcoxon
@@ -86,21 +85,6 @@ def test_markdown_parsed_back(pair):
     assert cells[2:4] == results.rows
     assert cells[4] == ["", *tests.heads]
     assert cells[6:] == tests.rows
-
-
-def test_latex_parsed_back(pair):
-    pair = [pair[0], pair[1]._replace(label="a_b & 5 % <$x^2~{}\\>")]
-    text = comparison_page.latex(pair)
-    unmarked = re.sub(r"\\textbf{(.*?)}", r"\1", text)
-    unmarked = unmarked.replace(r"$\pm$", "±").replace("$+$", "+").replace("$-$", "-")
-    rows = [x.removesuffix(r" \\").split(" & ") for x in unmarked.splitlines() if x.endswith(r"\\")]
-    results, tests = comparison_page.tables(pair)
-    assert rows[1] == results.rows[0]
-    assert rows[4][1:] == tests.rows[0][1:]
-    escaped = r"a\_b \& 5 \% $<$\$x\textasciicircum{}2\textasciitilde{}\{\}\textbackslash{}$>$"
-    assert text.count(escaped) == 2
-    assert text.count(r"\begin{tabular}{lrrrrrrrr}") == 1
-    assert len(re.findall(r"\\(begin|end)\{tabular\}", text)) == 4
 
 
 def test_csv_parsed_back(pair):

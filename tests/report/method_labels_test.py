@@ -24,16 +24,6 @@ def test_label_of_built_in_and_user_defined_methods():
     assert method_labels.label({"algorithm": "mine"}) == "mine, a method of your own"
 
 
-def test_label_of_a_variant(monkeypatch):
-    fedmn = METHODS["fedmn"]
-    variant = fedmn._replace(title="FedMN by heart", variant_of=fedmn)
-    monkeypatch.setitem(METHODS, "fedmn_heart", variant)
-    assert method_labels.table_label("fedmn_heart") == "FedMN by heart (variant of this library)"
-    assert method_labels.label({"algorithm": "fedmn_heart"}) == (
-        "FedMN by heart, variant of this library (of FedMN)"
-    )
-
-
 def test_label_of_several_phases():
     config = read(algorithm="fedmn", phases=({"algorithm": "fedavg"}, {}, {"rounds": 3}))
     assert method_labels.label(config) == (

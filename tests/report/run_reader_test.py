@@ -7,7 +7,7 @@ import pytest
 from fedjax_pfl.report import comparison, comparison_page, run_reader
 from fedjax_pfl.report.run_index import RunIndex
 from fedjax_pfl.runs import export
-from tests.commands import message, run_here
+from tests.commands import message
 from tests.report.comparison_test import rows_of, settings, write_run
 
 DEEP = "[" * 1000 + "]" * 1000
@@ -116,8 +116,3 @@ def test_markdown_escapes_html(tmp_path):
     assert "<" not in text
     assert "&lt;img" in text
     assert json.dumps(hostile)[1:5] not in text
-
-
-def test_command_names_the_damaged_file(run):
-    (run / "metrics.jsonl").write_text("[]\n")
-    assert "metrics.jsonl is damaged" in message(run_here, "compare", run)

@@ -7,7 +7,7 @@ TABLE = Table(
     caption="Accuracy in %",
     heads=["before", "MB", "rounds"],
     rows=[["FedAvg", "81.20 ± 0.40", "1,200", "5"], ["a_b", "81.20 ± 3.00", "95.5", "9"]],
-    variants=[["=Mine", "79.00", "–", "7"]],
+    variants=[["=M_ & %<$^~{}\\>", "79.00", "–", "7"]],
     title="Results",
     best=[1, -1, 0],
 )
@@ -29,7 +29,7 @@ FedAvg & \textbf{81.20 $\pm$ 0.40} & 1,200 & 5 \\
 a\_b & \textbf{81.20 $\pm$ 3.00} & \textbf{95.5} & 9 \\
 \midrule
 Variants of this library: \\
-=Mine & 79.00 & -- & 7 \\
+=M\_ \& \%$<$\$\textasciicircum{}\textasciitilde{}\{\}\textbackslash{}$>$ & 79.00 & -- & 7 \\
 \bottomrule
 \end{tabular}
 \end{table}"""
@@ -51,5 +51,5 @@ def test_csv():
         == """,before,MB,rounds
 FedAvg,81.20 ± 0.40,"1,200",5
 a_b,81.20 ± 3.00,95.5,9
-'=Mine,79.00,–,7"""
+'=M_ & %<$^~{}\\>,79.00,–,7"""
     )

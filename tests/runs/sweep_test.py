@@ -9,7 +9,7 @@ import pytest
 from fedjax_pfl import algorithms, arrays
 from fedjax_pfl.cli import train
 from fedjax_pfl.core.errors import UsageError, require
-from fedjax_pfl.runs import build, checkpoints, run_directory, runner, sweep_settings
+from fedjax_pfl.runs import build, checkpoints, run_directory, runner
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation import execution_plan
 from tests.commands import message
@@ -266,11 +266,3 @@ def test_invalid_sweeps_are_refused_before_anything_is_written(changes, line, tm
 def test_run_refuses_a_sweep(tmp_path):
     assert "run_all" in message(runner.run, SEEDS, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_names_of_runs_are_folder_names():
-    config = configuration.complete({**BASE, "algorithm": "pfedla", "sweep": "pfedla.rate=.5,1"})
-    assert list(sweep_settings.expand(config)) == [
-        "pfedla.rate=0.5,seed=0",
-        "pfedla.rate=1.0,seed=0",
-    ]

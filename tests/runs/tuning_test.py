@@ -1,12 +1,8 @@
 """Tests of the runs and results of a grid search."""
 
 import csv
-import os
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,12 +13,11 @@ from fedjax_pfl.runs import checkpoints, runner
 from fedjax_pfl.runs.tuning import choice, grids, search, trials
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.custom import register
-from tests.commands import message
+from tests.commands import message, run_here
 from tests.runs.common import at_call, contents, kill, read_metrics, undisturbed, untimed
 from tests.runs.tuning_plan_test import RATES, SMALL, plan, results_settings
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -200,14 +195,10 @@ def test_invalid_methods_are_refused(methods, line):
     assert error.startswith(line)
 
 
-def test_the_command_refuses_a_search_without_validation_examples(tmp_path):
-    command = [sys.executable, "-m", "experiments.tune", "--grid=learning_rate=.1"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (
-        2,
-        "",
-        "error: there are no validation examples, by which to choose; set "
-        "validation_fraction to 0.2\n",
+@pytest.mark.filterwarnings("ignore:the load_module")  # of configuration files
+def test_the_command_refuses_a_search_without_validation_examples(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message(run_here, "tune", "--grid=learning_rate=.1") == (
+        "there are no validation examples, by which to choose; set validation_fraction to 0.2"
     )
     assert list(tmp_path.iterdir()) == []
