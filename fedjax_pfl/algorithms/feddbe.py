@@ -80,6 +80,7 @@ class Regularised(NamedTuple):
     def apply(self, variables: PyTree, x: jax.Array, *, mask: jax.Array, **options: Any) -> Any:
         """Returns ((outputs, penalty []), collections that training updates, with `mean`).
 
+        Bias and penalty are 0 until the payload's mean is known.
         `mask`, bool [B], is False for padding; `options` are those of a Flax module's `apply`.
         """
         params, model_state = variables["params"], _without(variables, "params", "mean")

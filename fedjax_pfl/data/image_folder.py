@@ -217,7 +217,7 @@ def _read_image(name: str, file: Path, size: int, mode: str) -> np.ndarray:
 
 
 def _owner(name: str, root: Path, file: Path, owner_of: dict[str, str]) -> str:
-    """Returns the owner of an image file; raises UsageError if `owner_of` does not list it."""
+    """Returns `owner_of` of a file's path relative to `root`; raises UsageError if it has none."""
     relative = str(file.relative_to(root))
     if relative not in owner_of:
         raise UsageError(f"{name}: the list of owners has no file {relative!r}")

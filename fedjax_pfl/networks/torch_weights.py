@@ -29,6 +29,7 @@ PyTree = Any
 _SKIPPED = "num_batches_tracked"  # PyTorch's count of batches, which no result depends on
 _NORM = {"scale": "weight", "bias": "bias", "mean": "running_mean", "var": "running_var"}
 _LINEAR = {"kernel": "weight", "bias": "bias"}
+_REMEDY = "choose the network that it was saved from"
 _Shapes = dict[str, tuple[int, ...]]  # of a layer's arrays, by PyTorch's name
 
 
@@ -234,7 +235,7 @@ def _match(
             other = "file has no layer of this kind left"
             if candidates:
                 other = f"file's {candidates[0]} has {_text(foreign[candidates[0]])}"
-            raise UsageError(f"{path}: {layer} needs {_text(shapes)}, and the {other}")
+            raise UsageError(f"{path}: {layer} needs {_text(shapes)}, and the {other}; {_REMEDY}")
         for name in fitting[1:]:
             if not _are_numbered(fitting[0], name):
                 raise UsageError(
@@ -245,7 +246,7 @@ def _match(
         pairs += [(leaf, f"{fitting[0]}.{leaf.torch_name}".lstrip(".")) for leaf in leaves]
     if names:
         text = f"{names[0]} with {_text(foreign[names[0]])}"
-        raise UsageError(f"{path} also has {text}, which the network has no layer for")
+        raise UsageError(f"{path} also has {text}, which has no layer here; {_REMEDY}")
     return pairs
 
 

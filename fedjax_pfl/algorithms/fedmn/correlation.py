@@ -99,8 +99,8 @@ class Gates(nn.Module):
 class Statistics(nn.Module):
     """Running averages of clients' signatures, in `batch_stats`, which standardise a signature.
 
-    They are the mean of r, of r rᵀ and of the variance of r by chance. A client moves them towards
-    its own signature (`averaged`); the server averages the results.
+    They are the mean of r, of r rᵀ and of the variance of r by chance. The module only reads them.
+    A client moves them towards its own signature (`averaged`); the server averages the results.
     """
 
     clients: int  # number of clients K

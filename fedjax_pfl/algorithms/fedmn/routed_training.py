@@ -55,6 +55,7 @@ def check_routing(
 ) -> None:
     """Raises UsageError if the method `name` cannot work with these settings or this network.
 
+    The network must be built in, read no tokens, and start from random parameters.
     `sizes` are further settings by name, which must be at least 1.
     """
     require_random_start(name, model)
