@@ -44,6 +44,9 @@ _SERVERS = {
     "gpfl": "servergpfl.GPFL",
     "fedcp": "servercp.FedCP",
     "feddbe": "serverdbe.FedDBE",
+    "fedcac": "servercac.FedCAC",
+    "fedgh": "servergh.FedGH",
+    "fml": "serverfml.FML",
 }
 
 

@@ -110,6 +110,18 @@ _PFLLIB_GPFL = (
     "clientgpfl.py takes the norm of a whole batch in the λ term. Conditions are 0 in the first "
     "round, later computed from the client's C_i before the average, and p_i is a sum over classes"
 )
+_PFLLIB_FEDCAC = (
+    "servercac.py makes no u_i after the first round, so critical parameters go back to their "
+    "initial values"
+)
+_PFLLIB_FEDGH = (
+    "the server trains the head object of client 0, which has that client's local steps too. It "
+    "takes a step for a shuffled batch of class means, in the paper one for each mean"
+)
+_PFLLIB_FML = (
+    "clientfml.py divides the divergence by the number of classes, and its gradient also moves "
+    "the model that teaches"
+)
 _AS_PARAMETERS = "its parameters differ, for the reason given above"
 METHODS = {
     "fedavg": Method({}, Rival({}, accuracy=_ORDERS_OF_BATCHES), Rival({})),
@@ -200,6 +212,12 @@ METHODS = {
         Rival({"kl_weight": 1.0, "momentum": 1.0}),
         first_rounds=1,
     ),
+    "fedcac": Method(
+        {"critical_share": 0.5, "alone_after": 10},
+        Rival({"tau": 0.5, "beta": 10}, why=_PFLLIB_FEDCAC),
+    ),
+    "fedgh": Method({"rate": 0.1}, Rival({"server_learning_rate": 0.1}, why=_PFLLIB_FEDGH)),
+    "fml": Method({"alpha": 0.5, "beta": 0.5}, Rival({"alpha": 0.5, "beta": 0.5}, why=_PFLLIB_FML)),
     "knn_per": Method(
         {"neighbours": 5, "weight": 0.5, "scale": 1.0},
         None,
