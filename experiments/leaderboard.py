@@ -87,6 +87,7 @@ GRIDS = {
     "moon": "moon.mu=.1,1,5",
     "pefll": "pefll.rate=.0002,.001,.005",
     "per_fedavg": "per_fedavg.alpha=.01,.05",
+    "pfedfda": "pfedfda.ridge=.01,.1,1",
     "pfedgraph": "pfedgraph.alpha=.1,.8; pfedgraph.penalty=0,.01",
     "pfedhn": "pfedhn.rate=.01,.05",
     "pfedhn_pc": "pfedhn_pc.rate=.01,.05",

@@ -261,6 +261,11 @@ CASES = {
     "l2gd": Case({"pull": 0.4}, all_of(moved, _matters("l2gd", "pull", 0.0, 1.0)), _without(0)),
     "moon": Case({}, all_of(moved, _matters("moon", "mu", 0.0, 1.0)), _without(0)),
     "fedlc": Case({}, all_of(moved, _matters("fedlc", "tau", 0.0, 1.0)), _without(0)),
+    "pfedfda": Case(
+        {"ridge": 0.3},
+        all_of(moved, _matters("pfedfda", "ridge", 0.1, 3.0, result=1)),
+        lambda model: (model - 4 * _HEAD + _PROTOTYPES + 4 * tiny.HIDDEN**2,) * 2,
+    ),
     "pfedgraph": Case(
         {"alpha": 0.3, "penalty": 0.5},
         all_of(models_differ, _matters("pfedgraph", "penalty", 0.0, 1.0)),

@@ -49,6 +49,7 @@ from fedjax_pfl.algorithms.local import LOCAL, local
 from fedjax_pfl.algorithms.moon import MOON, moon
 from fedjax_pfl.algorithms.pefll import PEFLL, pefll
 from fedjax_pfl.algorithms.per_fedavg import PER_FEDAVG, per_fedavg
+from fedjax_pfl.algorithms.pfedfda import PFEDFDA, pfedfda
 from fedjax_pfl.algorithms.pfedgraph import PFEDGRAPH, pfedgraph
 from fedjax_pfl.algorithms.pfedhn.method import PFEDHN, PFEDHN_PC, pfedhn, pfedhn_pc
 from fedjax_pfl.algorithms.pfedla.method import PFEDLA, pfedla
@@ -102,6 +103,7 @@ METHODS: dict[str, Method] = {
         MOON,
         PEFLL,
         PER_FEDAVG,
+        PFEDFDA,
         PFEDGRAPH,
         PFEDHN,
         PFEDHN_PC,
@@ -158,6 +160,7 @@ __all__ = [
     "moon",
     "pefll",
     "per_fedavg",
+    "pfedfda",
     "pfedgraph",
     "pfedhn",
     "pfedhn_pc",

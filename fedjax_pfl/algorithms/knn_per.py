@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.fedavg import fedavg
+from fedjax_pfl.algorithms.shared.class_features import example_features
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.validation import require_validation
 from fedjax_pfl.core import batches, local_training
@@ -34,10 +35,9 @@ from fedjax_pfl.core.algorithm import (
     State,
 )
 from fedjax_pfl.core.errors import UsageError, require, require_above, require_at_least
-from fedjax_pfl.core.examples import Batch, ClientData, take
+from fedjax_pfl.core.examples import Batch, ClientData
 from fedjax_pfl.networks import features
 
-_BATCH = 128  # examples whose features are computed at a time
 _WEIGHTS = tuple(i / 10 for i in range(11))  # the λ from which a client selects
 _EPSILON = 1e-9  # least probability of a class, which is 0 if λ is 1 and no neighbour has it
 
@@ -60,19 +60,7 @@ class NeighbourMixture:
         `memory` holds `features` [n, d], `labels` [n] and `stored`, bool [n], False for padding.
         The client's `classes`, bool [C] or None, and λ as `weight`, [1], are added too.
         """
-        rows, size = data.train
-        batch_size = min(_BATCH, rows.shape[0])
-        rows = jnp.pad(rows, (0, -rows.shape[0] % batch_size))
-        stored = jnp.arange(rows.shape[0]) < size
-
-        def features_and_labels(batch: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            examples = take(data, *batch)
-            z = features.WithFeatures(self.network).apply(variables, examples.x)[1]
-            return z, examples.y
-
-        chunks = rows.reshape(-1, batch_size), stored.reshape(-1, batch_size)
-        z, y = jax.lax.map(features_and_labels, chunks)
-        z, y = z.reshape(-1, z.shape[-1]), y.reshape(-1)
+        z, y, stored = example_features(self.network, variables, data)
         memory = {"features": z, "labels": y, "stored": stored}
         with_memory = {**variables, "memory": memory, "classes": data.classes}
         weight = self.select(with_memory, data) if self.weight is None else self.weight

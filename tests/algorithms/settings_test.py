@@ -13,6 +13,7 @@ from fedjax_pfl.networks import MLP
 from fedjax_pfl.networks.pretrained import Pretrained
 from fedjax_pfl.networks.zero_head import ZeroHead
 from tests import cases, tiny
+from tests.algorithms.linear import Deep
 
 FEDERATION = tiny.federated()[1]  # six clients, three classes
 NETWORK = tiny.Net()
@@ -113,6 +114,7 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("per_fedavg", {"variant": "second"}, "fo or hf"),
     ("per_fedavg", {"alpha": -0.1}, "at least 0"),
     ("per_fedavg", {"delta": 0.0}, "above 0"),
+    ("pfedfda", {"ridge": 0.0}, "above 0"),
     ("pfedgraph", {"alpha": 0.0}, "above 0"),
     ("pfedgraph", {"penalty": -1.0}, "at least 0"),
     ("pfedhn", {"rate": 0.0}, "above 0"),
@@ -166,7 +168,7 @@ class FirstIsHead(tiny.Net):
 
 
 CLASSIFIERS = ("fedas", "fedem", "fedgh", "fedlc", "fedpac", "fedproto", "fedrod", "fedtgp")
-CLASSIFIERS += ("flute", "fml", "gpfl", "knn_per")
+CLASSIFIERS += ("flute", "fml", "gpfl", "knn_per", "pfedfda")
 
 
 @pytest.mark.parametrize(
@@ -208,6 +210,7 @@ OWN_PARAMETERS = (
         ("fedproto", WithoutHead(), "^fedproto compares the inputs of the head"),
         ("fedproto", (MLP(hidden=(4,)), MLP(hidden=(6,))), "^fedproto .* of lengths 4, 6; give"),
         ("fedgh", FirstIsHead(), "^fedgh needs a linear head, and fc1 .* Dense"),
+        ("pfedfda", Deep(3, 2), "^pfedfda needs a head with a bias, and head has none"),
         ("pfedhn_pc", MLP(hidden=()), "^pfedhn_pc .* has no other"),
         ("factorized_fl", ZeroHead(NETWORK), "^factorized_fl .* set zero_head=False"),
         *((n, PRETRAINED, f"^{n} needs random initial parameters") for n in OWN_PARAMETERS),

@@ -137,7 +137,7 @@ def test_sgd_of_rate_one_is_the_mean_bit_for_bit(optimizer: Any):
 SUPPORTED = {
     *("apfl", "ditto", "fedala", "fedavg", "fedavg_plus", "fedbabu", "fedbn", "fedem", "fedper"),
     *("fedprox", "fedrep", "fedrod", "fedsam", "l2gd", "lg_fedavg", "per_fedavg", "pfedme"),
-    *("fedcp", "fedlc", "fml", "gpfl", "knn_per", "moon", "pfedpara"),
+    *("fedcp", "fedlc", "fml", "gpfl", "knn_per", "moon", "pfedfda", "pfedpara"),
 }
 
 

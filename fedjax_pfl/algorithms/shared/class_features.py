@@ -1,4 +1,4 @@
-"""Statistics of a client's examples by class: their number, and the mean of their features."""
+"""Features of a client's examples, and their statistics by class."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,10 @@ import jax.numpy as jnp
 
 from fedjax_pfl.core import batches
 from fedjax_pfl.core.algorithm import PyTree
-from fedjax_pfl.core.examples import Batch, ClientData
+from fedjax_pfl.core.examples import Batch, ClientData, take
+from fedjax_pfl.networks import features
+
+_BATCH = 128  # examples whose features are computed at a time
 
 
 def class_mask(batch: Batch, classes: int) -> jax.Array:
@@ -26,6 +29,34 @@ def class_counts(data: ClientData, classes: int) -> jax.Array:
         return jnp.sum(class_mask(batch, classes), 0).astype(jnp.float32)
 
     return batches.sum_batches(batch_counts, data, data.train)
+
+
+def example_features(
+    network: Any, variables: PyTree, data: ClientData
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes the d features of each training example of a client, in evaluation mode.
+
+    Args:
+      network: The plain network.
+      variables: Its variables.
+      data: The client's examples.
+
+    Returns:
+      Features [n, d], labels [n] and a mask, bool [n], False for padding; n is at least the number
+      of examples of the client that has most.
+    """
+    rows, size = data.train
+    batch_size = min(_BATCH, rows.shape[0])
+    rows = jnp.pad(rows, (0, -rows.shape[0] % batch_size))
+    is_example = jnp.arange(rows.shape[0]) < size
+
+    def features_and_labels(batch: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        examples = take(data, *batch)
+        return features.WithFeatures(network).apply(variables, examples.x)[1], examples.y
+
+    chunks = rows.reshape(-1, batch_size), is_example.reshape(-1, batch_size)
+    z, y = jax.lax.map(features_and_labels, chunks)
+    return z.reshape(-1, z.shape[-1]), y.reshape(-1), is_example
 
 
 class ClassFeatures(NamedTuple):
