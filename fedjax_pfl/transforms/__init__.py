@@ -9,6 +9,7 @@ from typing import Any
 from fedjax_pfl.core.setting import Setting
 from fedjax_pfl.transforms.compression import COMPRESSION, compression
 from fedjax_pfl.transforms.private_layers import KEEP_HEAD, private_layers
+from fedjax_pfl.transforms.robust import ROBUST, robust
 from fedjax_pfl.transforms.server_optimizer import (
     SERVER_OPTIMIZER,
     SERVER_OPTIMIZERS,
@@ -18,7 +19,7 @@ from fedjax_pfl.transforms.upload_noise import NOISE, upload_noise
 from fedjax_pfl.transforms.wrapping import Selectable, Transform, TransformContext, chain
 
 # In the order in which they wrap a method, innermost first.
-REGISTRY: tuple[Selectable, ...] = (KEEP_HEAD, NOISE, COMPRESSION, SERVER_OPTIMIZER)
+REGISTRY: tuple[Selectable, ...] = (KEEP_HEAD, NOISE, COMPRESSION, SERVER_OPTIMIZER, ROBUST)
 SETTINGS: dict[str, Setting] = {
     name: setting for selectable in REGISTRY for name, setting in selectable.settings.items()
 }
@@ -33,6 +34,7 @@ __all__ = [
     "chain",
     "compression",
     "private_layers",
+    "robust",
     "selected_transforms",
     "server_optimizer",
     "upload_noise",

@@ -16,7 +16,7 @@ Deviations: the mean is the method's own, weighted by examples in FedAvg. BatchN
 averaged, because they are no parameters. The paper only requires the first v to be at least τ².
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,13 +24,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Cohort, PyTree, State
-from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData
-from fedjax_pfl.core.groups import has_groups
 from fedjax_pfl.core.setting import Limits, Role, Setting, UsedWith
-from fedjax_pfl.transforms.wrapping import Selectable, Transform, TransformContext, round_shapes
+from fedjax_pfl.transforms.wrapping import (
+    Selectable,
+    Transform,
+    TransformContext,
+    check_single_model,
+)
 
 
 class Server(NamedTuple):
@@ -87,7 +89,7 @@ def server_optimizer(data: FederatedData, optimizer: optax.GradientTransformatio
     """
 
     def transform(algorithm: Algorithm) -> Algorithm:
-        _check(algorithm, data)
+        check_single_model("server_optimizer", algorithm, data)
 
         def init(key: jax.Array, start: State | None = None) -> State:
             state = algorithm.init(key, start and _method_state(start))
@@ -135,25 +137,6 @@ def _apply_step(old: jax.Array, step: jax.Array, delta: jax.Array, mean: jax.Arr
       mean: The method's new parameters.
     """
     return jnp.where(step == delta, mean, old + step)
-
-
-def _check(algorithm: Algorithm, data: FederatedData) -> None:
-    """Raises UsageError if server, payload and upload are not one model, or there are rows."""
-    if has_groups(algorithm):
-        raise UsageError("server_optimizer is for one architecture; use it without groups")
-    shapes = round_shapes(algorithm, data)
-    server = shapes.state.server
-    is_model = isinstance(server, Mapping) and "params" in server
-    if not (
-        is_model
-        and not jax.tree.leaves(shapes.state.rows)  # the optimiser would not see their update
-        and trees.same_shapes(server, shapes.payload)
-        and trees.same_shapes(server, shapes.upload)
-    ):
-        raise UsageError(
-            "server_optimizer is for methods whose server makes one model of the models that "
-            "clients upload, such as fedavg, and this method does not; leave it off"
-        )
 
 
 def _sgd(value_of: Callable[[str], Any]) -> optax.GradientTransformation:

@@ -26,7 +26,12 @@ from fedjax_pfl.core.algorithm import Algorithm, ClientContext, ClientResult, Py
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import group_algorithms, has_groups
 from fedjax_pfl.core.setting import Limits, Setting
-from fedjax_pfl.transforms.wrapping import Selectable, Transform, TransformContext
+from fedjax_pfl.transforms.wrapping import (
+    Selectable,
+    Transform,
+    TransformContext,
+    is_variance,
+)
 
 # Folded into the key; differs from compression's number and from those of training.
 _NOISE = (1 << 30) + 1
@@ -50,7 +55,7 @@ def upload_noise(clip_norm: float, multiplier: float) -> Transform:
                 noise = jax.random.normal(jax.random.fold_in(key, i), leaf.shape, leaf.dtype)
                 clipped = old + factor.astype(leaf.dtype) * (leaf - old)
                 leaf = clipped + clip_norm * multiplier * noise
-                leaf = jnp.maximum(leaf, 0.0) if _is_variance(path) else leaf
+                leaf = jnp.maximum(leaf, 0.0) if is_variance(path) else leaf
             new.append(leaf)
         return jax.tree.unflatten(structure, new)
 
@@ -67,12 +72,6 @@ def upload_noise(clip_norm: float, multiplier: float) -> Transform:
         return algorithm._replace(train=trains if has_groups(algorithm) else trains[0])
 
     return transform
-
-
-def _is_variance(path: tuple[Any, ...]) -> bool:
-    """Returns True for the path of a variance of BatchNorm, which noise must not make negative."""
-    names = [getattr(entry, "key", None) for entry in path]
-    return "batch_stats" in names and names[-1] == "var"
 
 
 def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transform | None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, PyTree, State
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.groups import (
     as_grouped,
@@ -71,6 +72,37 @@ def round_shapes(algorithm: Algorithm, data: FederatedData) -> RoundShapes:
         )
 
     return jax.eval_shape(run, key, i)
+
+
+def is_variance(path: tuple[Any, ...]) -> bool:
+    """Returns True for the path of a variance of BatchNorm, which must not become negative."""
+    names = [getattr(entry, "key", None) for entry in path]
+    return "batch_stats" in names and names[-1] == "var"
+
+
+def check_single_model(setting: str, algorithm: Algorithm, data: FederatedData) -> None:
+    """Raises UsageError if server, payload and upload are not one model, or there are rows.
+
+    Args:
+      setting: Setting that selects the transform, for the message.
+      algorithm: The algorithm that the transform wraps.
+      data: Examples; only their shapes matter.
+    """
+    if has_groups(algorithm):
+        raise UsageError(f"{setting} is for one architecture; use it without groups")
+    shapes = round_shapes(algorithm, data)
+    server = _without_records(shapes.state.server)
+    is_model = isinstance(server, Mapping) and "params" in server
+    if not (
+        is_model
+        and not jax.tree.leaves(shapes.state.rows)  # the transform would not see their update
+        and trees.same_shapes(server, shapes.payload)
+        and trees.same_shapes(server, shapes.upload)
+    ):
+        raise UsageError(
+            f"{setting} is for methods whose server makes one model of the models that "
+            "clients upload, such as fedavg, and this method does not; leave it off"
+        )
 
 
 def chain(algorithm: Algorithm, *transforms: Transform) -> Algorithm:

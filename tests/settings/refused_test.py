@@ -145,6 +145,10 @@ def test_invalid_settings_are_refused(changes, fragments):
             {"algorithm": "local", "server_optimizer": "adam"},
             ["server_optimizer is for methods", "leave it off"],
         ),
+        (
+            {"algorithm": "pfedla", "robust_rule": "krum"},
+            ["robust_rule is for methods", "leave it off"],
+        ),
     ],
 )
 def test_building_refuses_invalid_settings(changes, fragments):

@@ -35,10 +35,10 @@ def test_transforms_define_disjoint_settings():
 def test_settings_select_transforms():
     assert transforms.selected_transforms(value_of(), CONTEXT) == []
     settings = {"keep_head": True, "upload_clip_norm": 2.5, "upload_bits": 8}
-    value = value_of(**settings, server_optimizer="adam")
-    assert len(transforms.selected_transforms(value, CONTEXT)) == 4
+    value = value_of(**settings, server_optimizer="adam", robust_rule="krum")
+    assert len(transforms.selected_transforms(value, CONTEXT)) == 5
     names = [next(iter(selectable.settings)) for selectable in transforms.REGISTRY]
-    assert names == [*settings, "server_optimizer"]
+    assert names == [*settings, "server_optimizer", "robust_rule"]
 
 
 def test_only_transforms_and_presets_name_their_settings():
