@@ -23,7 +23,7 @@ def settings(algorithm="fedavg", **changes):
 
 def write_run(path, scores, config, finished=True, score="accuracy", rounds=(5, 10), after=True):
     """Writes a run directory; local training improves every client by 0.05."""
-    path.mkdir()
+    path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config))
 
     def stage(gain):

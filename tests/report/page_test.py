@@ -14,7 +14,7 @@ from fedjax_pfl.report import page as report
 from fedjax_pfl.report import references, run_reader
 from fedjax_pfl.report.numbers import format_bytes
 from fedjax_pfl.report.run_reader import Run
-from tests.report.comparison_test import settings
+from tests.report.comparison_test import settings, write_run
 
 pytestmark = pytest.mark.slow("pages of whole runs")
 
@@ -289,19 +289,6 @@ def test_format_bytes():
 # Comparison with reference runs, changed settings and provenance.
 
 
-def write_run(path, config, before, clients):
-    """Writes the directory of a finished run with four clients."""
-    path.mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps(config))
-    lines = [evaluation(t, before, before + 0.1) for t in (5, 10)]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    rows = ["client,active,test_examples,before_accuracy,after_accuracy"]
-    rows += [f"{i},1,5,{score},{score + 0.1}" for i, score in enumerate(clients)]
-    (path / "clients.csv").write_text("\n".join(rows) + "\n")
-    (path / "report.html").touch()
-    return path
-
-
 def work(method, **changes):
     return settings(method, clients=4, rounds=10, **changes)
 
@@ -309,14 +296,14 @@ def work(method, **changes):
 def test_report_compares_with_reference_runs_on_the_same_data(tmp_path):
     """The gains over FedAvg are 0.1, 0.2, 0.2 and 0.3, so p = 2/2^4; Local is 0.05 better."""
     scores = [0.5, 0.6, 0.6, 0.7]
-    write_run(tmp_path / "a", work("fedavg"), 0.4, [0.4, 0.4, 0.4, 0.4])
+    write_run(tmp_path / "a", [0.4] * 4, work("fedavg"))
     better = [score + 0.05 for score in scores]
-    write_run(tmp_path / "run" / "reference" / "local", work("local"), 0.65, better)
+    write_run(tmp_path / "run" / "reference" / "local", better, work("local"))
     for name, value in {"seed": 1, "partition_seed": 1, "model": "mlp"}.items():
-        write_run(tmp_path / name, work("local", **{name: value}), 0.1, scores)
-    (write_run(tmp_path / "going on", work("local"), 0.1, scores) / "report.html").unlink()
-    (write_run(tmp_path / "damaged", work("local"), 0.1, scores) / "clients.csv").write_text("x")
-    write_run(tmp_path / "run2", work("pfedla"), 0.6, scores).rename(tmp_path / "run" / "own")
+        write_run(tmp_path / name, scores, work("local", **{name: value}))
+    (write_run(tmp_path / "going on", scores, work("local")) / "report.html").unlink()
+    (write_run(tmp_path / "damaged", scores, work("local")) / "clients.csv").write_text("x")
+    write_run(tmp_path / "run2", scores, work("pfedla")).rename(tmp_path / "run" / "own")
     run = run_reader.read(tmp_path / "run" / "own")._replace(directory=tmp_path / "run")
     assert list(references.find(run)) == ["FedAvg", "Local"]
     page = report.write(run).read_text()
@@ -343,9 +330,9 @@ def test_report_compares_with_reference_runs_on_the_same_data(tmp_path):
 
 
 def test_without_reference_runs_the_page_says_how_to_add_them(tmp_path):
-    run = run_reader.read(write_run(tmp_path / "run", work("pfedla"), 0.6, [0.6] * 4))
+    run = run_reader.read(write_run(tmp_path / "run", [0.6] * 4, work("pfedla")))
     assert "The setting reference=true runs both" in report.write(run).read_text()
-    local = run_reader.read(write_run(tmp_path / "x" / "local", work("local"), 0.6, [0.6] * 4))
+    local = run_reader.read(write_run(tmp_path / "x" / "local", [0.6] * 4, work("local")))
     assert "Did it help" not in report.write(local).read_text()
 
 
