@@ -184,17 +184,12 @@ def texts():
     return pages | {f"{name} --help": load(name).help() for name in COMMANDS}
 
 
-def shown_commands():
-    """Returns every command in these texts, with the page that shows it."""
-    return [
-        (place, *command) for place, text in texts().items() for command in documents.commands(text)
-    ]
-
-
 @pytest.mark.filterwarnings("ignore:the load_module")  # raised by the reader of config files
 def test_every_command_on_a_page_is_valid():
     """Commands, presets, settings and flags exist, and the settings are valid together."""
-    all_commands = shown_commands()
+    all_commands = [
+        (place, *command) for place, text in texts().items() for command in documents.commands(text)
+    ]
     assert len(all_commands) > 120
     assert {"README.md", "docs/index.md", "experiments/reproduce.py"} < {
         command[0] for command in all_commands
