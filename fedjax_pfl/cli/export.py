@@ -14,6 +14,7 @@ HELP = """
 fedjax-pfl export RUN --out=FOLDER                    client-0.safetensors and so on
 fedjax-pfl export RUN --out=FOLDER --clients=0,3-5    some clients
 fedjax-pfl export RUN --out=FOLDER --best             the best round by validation
+fedjax-pfl export RUN --out=FOLDER --torch            a PyTorch state_dict per client
 
 RUN is a run directory; only its checkpoint is read. In Python, fedjax_pfl.runs.export.load
 reads the network and the variables of a file.
@@ -21,7 +22,7 @@ reads the network and the variables of a file.
 
 
 def define_flags(options: flags.FlagValues) -> None:
-    """Adds the flags --out, --clients, --best and --data_dir to `options`."""
+    """Adds the flags --out, --clients, --best, --torch and --data_dir to `options`."""
     flags.DEFINE_string("out", None, "Folder for the files, empty or new.", flag_values=options)
     flags.DEFINE_string(
         "clients", None, "Clients to export, such as 0,3-5. Default: all.", flag_values=options
@@ -30,6 +31,12 @@ def define_flags(options: flags.FlagValues) -> None:
         "best",
         False,
         "Export the models of the best round by validation instead of the last.",
+        flag_values=options,
+    )
+    flags.DEFINE_bool(
+        "torch",
+        False,
+        "Write names and layout of a PyTorch state_dict, as safetensors.torch.load_file reads it.",
         flag_values=options,
     )
     define_data_dir(options)
@@ -59,7 +66,9 @@ def write_models(call: Call) -> None:
     export.check_folder(Path(options.out))
     clients = None if options.clients is None else parse_clients(options.clients)
     result = export.load_result(Path(call.positional[0]), data_dir=options.data_dir)
-    paths = export.write_models(result, Path(options.out), clients, best=options.best)
+    paths = export.write_models(
+        result, Path(options.out), clients, best=options.best, torch=options.torch
+    )
     size = sum(path.stat().st_size for path in paths)
     print(f"{len(paths)} models, {size / 1e6:.3g} MB: {paths[0]}" + ", ..." * (len(paths) > 1))
 

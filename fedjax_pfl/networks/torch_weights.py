@@ -150,6 +150,11 @@ def state_dict(
     return state
 
 
+def check_layers(network: Any, input_shape: Sequence[int]) -> None:
+    """Raises UsageError for a layer that is no convolution, dense layer or norm."""
+    _layers(network, input_shape)
+
+
 def _read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Returns the arrays of a `state_dict` by name; UsageError for arrays without a counterpart."""
     arrays = tensor_file.read(path)

@@ -1,7 +1,7 @@
 """Exports the personal models of clients to `.safetensors` files, and loads them.
 
-A file holds the variables that the client is served, by names such as params/conv1/kernel, and a
-description in JSON with the network's name and settings. Nothing in a file is executed.
+A file holds the variables that the client is served, by names such as params/conv1/kernel (or, for
+PyTorch, conv1.weight), and the network's name and settings in JSON. Nothing in it is executed.
 """
 
 import json
@@ -19,6 +19,7 @@ from fedjax_pfl.core.groups import group_algorithms, wrap_clients
 from fedjax_pfl.core.randomness import PERSONAL, stage_key
 from fedjax_pfl.core.tensor_file import safetensors_package
 from fedjax_pfl.data import ClientData, client_data
+from fedjax_pfl.networks import torch_weights
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs import checkpoints, run_directory
 from fedjax_pfl.runs.build import build
@@ -136,6 +137,7 @@ def write_models(
     clients: Sequence[int] | None = None,
     *,
     best: bool = False,
+    torch: bool = False,
 ) -> list[Path]:
     """Writes each client's personal model to client-ID.safetensors in a folder. Returns the paths.
 
@@ -146,6 +148,8 @@ def write_models(
       folder: The folder, which must be new or empty.
       clients: Client ids. Default: all.
       best: True for the models of the round with the best validation score instead of the last.
+      torch: True for names and layout of a PyTorch `state_dict`, which safetensors.torch.load_file
+        reads; for networks of convolutions, dense layers and norms.
     """
     folder = Path(folder)
     check_folder(folder)
@@ -159,12 +163,16 @@ def write_models(
     )
     members = group_algorithms(result.phases[-1].algorithm)
     for member in members:
-        _network(member, run)
+        network = _network(member, run.algorithm)
+        if torch:
+            torch_weights.check_layers(network, run.federation.input_shape)
     paths = []
     for i, variables in personalize(result, state, t, ids):
         member = members[int(result.federation.groups[i])]
         examples = client_data(result.data, np.asarray(i))
-        content = pack(run, member, client=i, rounds=t, data=examples, variables=variables)
+        content = pack(
+            run, member, client=i, rounds=t, data=examples, variables=variables, torch=torch
+        )
         paths.append(folder / f"client-{i}.safetensors")
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -191,17 +199,21 @@ def pack(
     rounds: int,
     data: ClientData,
     variables: PyTree,
+    torch: bool = False,
 ) -> bytes:
     """Returns the content of a client's .safetensors file: description and variables.
 
     `member` is the algorithm of the client's group; `variables` are those of the personal model
-    after `rounds` rounds, nested dicts of arrays.
+    after `rounds` rounds, nested dicts of arrays. `torch` is True for names and layout of
+    PyTorch.
     """
+    network = _network(member, run.algorithm)
     facts = {
         "format": _FORMAT,
         "algorithm": run.algorithm,
         "dataset": run.dataset,
-        "model": _network(member, run),
+        "model": to_json(network),
+        "layout": "torch" if torch else "flax",
         "client": client,
         "round": rounds,
         "seed": run.seed,
@@ -214,6 +226,8 @@ def pack(
         "classes": _as_list(data.classes),
     }
     arrays = _by_name(variables, run.algorithm)
+    if torch:
+        arrays = torch_weights.state_dict(network, variables, run.federation.input_shape)
     return safetensors_package().numpy.save(arrays, metadata={_KEY: json.dumps(facts)})
 
 
@@ -289,15 +303,12 @@ def load(path: str | Path, model: Any = None) -> tuple[Any, PyTree]:
     network is passed again as `model`.
     """
     facts = describe(path)
-    variables: dict[str, Any] = {}
-    for name, leaf in tensor_file.read(path).items():
-        *parents, last = name.split("/")
-        level = variables
-        for parent in parents:
-            level = level.setdefault(parent, {})
-        level[last] = jax.device_put(leaf)  # asarray would compile a program for each shape
     try:
         net = from_json(lists_to_tuples(facts["model"]), facts, model)
+        if facts.get("layout") == "torch":
+            variables = torch_weights.from_torch(path, net, facts["input_shape"])
+        else:
+            variables = _nested(tensor_file.read(path))
         x = jax.ShapeDtypeStruct((1, *facts["input_shape"]), facts["input_dtype"])
         shape = jax.eval_shape(net.apply, variables, x).shape
     except UsageError as error:
@@ -308,6 +319,18 @@ def load(path: str | Path, model: Any = None) -> tuple[Any, PyTree]:
     if shape != (1, *facts["each"], facts["outputs"]):
         raise UsageError(f"{path}: its network has outputs {shape[1:]}, not {facts['outputs']}")
     return net, variables
+
+
+def _nested(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Returns nested dicts of arrays on the device; the inverse of `_by_name`."""
+    variables: dict[str, Any] = {}
+    for name, leaf in arrays.items():
+        *parents, last = name.split("/")
+        level = variables
+        for parent in parents:
+            level = level.setdefault(parent, {})
+        level[last] = jax.device_put(leaf)  # asarray would compile a program for each shape
+    return variables
 
 
 def check_folder(folder: Path) -> None:
@@ -342,19 +365,19 @@ def _select_state(result: Result, best: bool) -> tuple[int, Any]:
     return last["best_round"], result.best
 
 
-def _network(member: Algorithm, run: RunFacts) -> dict[str, Any]:
-    """Returns name and settings of the network that makes a group's predictions, as plain data.
+def _network(member: Algorithm, algorithm: str) -> Any:
+    """Returns the network that makes a group's predictions.
 
     Raises UsageError if `member`, the group's algorithm, predicts with anything but the `apply` of
-    a network.
+    a network; `algorithm` is the method's name for the message.
     """
     net = getattr(member.predict, "__self__", None)
     if net is None or getattr(net, "apply", None) != member.predict:
         raise UsageError(
-            f"{run.algorithm} predicts with a function of its own, which no file can hold; "
+            f"{algorithm} predicts with a function of its own, which no file can hold; "
             "give Algorithm the apply of a network"
         )
-    return to_json(net)
+    return net
 
 
 def _as_list(array: Any) -> Any:

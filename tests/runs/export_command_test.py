@@ -45,6 +45,8 @@ def test_the_command_writes_models_of_the_run(finished, tmp_path):
     (result, directory), out = finished, tmp_path / "out"
     files = contents(directory)
     command = [sys.executable, "-m", "experiments.export", directory, f"--out={out}"]
+    run_here("export", directory, f"--out={tmp_path / 'torch'}", "--torch", "--clients=1")
+    assert "fc1.weight" in load_file(tmp_path / "torch" / "client-1.safetensors")
     ended = subprocess.run([*command, "--clients=0,2"], capture_output=True, text=True, cwd=ROOT)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.startswith("2 models, ")

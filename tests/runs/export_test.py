@@ -2,6 +2,7 @@
 
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedjax_pfl import algorithms, networks
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import client_data, load, take
 from fedjax_pfl.runs import export, network_json, runner
 from fedjax_pfl.runs.build import build
@@ -158,6 +160,7 @@ def test_names_and_metadata_of_a_file(tmp_path):
         "input_dtype": "float32",
         "each": [],
         "model": {"kind": "mlp", "outputs": 10, "hidden": [5]},
+        "layout": "flax",
         "scale": np.asarray(result.data.scale).tolist(),
         "shift": np.asarray(result.data.shift).tolist(),
         "label_map": np.asarray(result.data.label_map[1]).tolist(),
@@ -169,6 +172,26 @@ def test_names_and_metadata_of_a_file(tmp_path):
     np.testing.assert_array_equal(inputs, examples_of(result, 1).x[:4])
     labels = np.asarray(facts["label_map"])[result.data.y[rows]]
     np.testing.assert_array_equal(labels, examples_of(result, 1).y[:4])
+
+
+def test_models_in_the_layout_of_pytorch(tmp_path):
+    result = make_result(1, "fedbn", **NORM)
+    (ours,) = export.write_models(result, tmp_path / "flax", [2])
+    (theirs,) = export.write_models(result, tmp_path / "torch", [2], torch=True)
+    chex.assert_trees_all_equal(export.load(ours)[1], export.load(theirs)[1])
+    arrays, kernels = load_file(theirs), load_file(ours)
+    kernel = kernels["params/conv2/kernel"]  # [height, width, in, out]
+    np.testing.assert_array_equal(arrays["conv2.weight"], kernel.transpose(3, 2, 0, 1))
+    mean = kernels["batch_stats/norm1/mean"]
+    np.testing.assert_array_equal(arrays["norm1.running_mean"], mean)
+    assert export.describe(theirs) == {**export.describe(ours), "layout": "torch"}
+
+
+def test_networks_that_pytorch_has_no_layers_for_are_refused_before_writing(tmp_path):
+    result = make_result(1, "factorized_fl", **METHODS["factorized_fl"])
+    with pytest.raises(UsageError, match="it is no convolution, dense layer or norm"):
+        export.write_models(result, tmp_path / "models", torch=True)
+    assert not (tmp_path / "models").exists()
 
 
 def test_metadata_converts_raw_numbers_of_a_table(tmp_path):
