@@ -1,7 +1,7 @@
 """Rules that the simulation keeps for every method."""
 
 from collections.abc import Collection
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import chex
@@ -10,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_pfl.algorithms import fedavg
 from fedjax_pfl.core import trees
+from fedjax_pfl.networks import MLP
 from fedjax_pfl.simulation import memory_estimate, sweep
 from fedjax_pfl.simulation.records import CompiledRounds
 from fedjax_pfl.simulation.rounds import make_rounds, round_functions
+from fedjax_pfl.testing import example
 from fedjax_pfl.testing import rules as contract
 from fedjax_pfl.testing.rules import ALL_CLIENTS, OPTIONS, TOLERANCES, WARM_UP, make_key
 from tests import cases, programs, rules, tiny
@@ -112,3 +115,16 @@ def test_a_point_of_a_sweep_equals_a_run(name: str):
     if real:
         first, second = (jax.tree.leaves(trees.row(states, i)) for i in (0, 1))
         assert any((a != b).any() for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("rule", [contract.padding_is_invisible, contract.equals_a_plain_loop])
+def test_a_client_with_a_single_example(rule: Any):
+    """Tests a network without BatchNorm, which would magnify rounding."""
+    counts = np.array([12, 7, 9, 12, 1, 10])  # two clients have a last batch of one example
+    network = MLP(tiny.CLASSES, (tiny.HIDDEN,))
+    subject = contract.Subject(
+        name="fedavg",
+        make=partial(fedavg, network, example.training()),
+        world=contract.make_world(partial(example.vectors, counts=counts)),
+    )
+    rule(subject)

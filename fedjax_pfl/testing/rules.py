@@ -167,7 +167,7 @@ class Subject:
         """
         payloads, uploads, _ = self.third_round
         ids: Any = np.where(arrived, ALL_CLIENTS, example.CLIENTS).astype(np.int32)
-        weights: Any = np.where(arrived, example.TRAIN, 0).astype(np.float32)
+        weights: Any = np.where(arrived, self.world.federation.counts, 0).astype(np.float32)
         arrived_flags: Any = arrived
         return Cohort(
             ids=ids,
@@ -303,7 +303,7 @@ def a_rejected_upload_is_an_absent_client(subject: Subject) -> None:
     _, clean = subject.run(1, WARM_UP, subject.warm_state)
     bad = int(np.flatnonzero(arrived_clients(clean))[-1])
     x = np.array(data.x)
-    x[np.asarray(data.train.rows)[bad, : example.TRAIN[bad]]] = np.nan
+    x[np.asarray(data.train.rows)[bad, : data.train.size[bad]]] = np.nan
     state, log = subject.run(1, WARM_UP, subject.warm_state, data._replace(x=x))
     np.testing.assert_array_equal(log.rejected[0], log.ids[0] == bad)
     others = arrived_clients(clean) & (bad != ALL_CLIENTS)
