@@ -68,6 +68,7 @@ def alignment(nets, x, y, change):
     return sum(np.sum(part * c) for part, c in zip(model, change, strict=True))
 
 
+@pytest.mark.slow("operations compile one by one")
 def test_one_round_by_hand():
     xs, ys = [X, X[1:] * 2], [Y, np.array([1, 1, 0])]
     algorithm, data = make(xs, ys)

@@ -1,6 +1,7 @@
 """Weights of PyTorch networks, against forward passes in NumPy with channels first."""
 
 import json
+from typing import Any
 
 import jax
 import numpy as np
@@ -106,7 +107,15 @@ def assert_equal_bits(first, second):
         assert np.asarray(first[path]).tobytes() == np.asarray(second[path]).tobytes()
 
 
-@pytest.mark.parametrize("name", CASES)
+def quick_and_slow(quick: set[str]) -> Any:
+    """Parametrises by all cases; all but the quick ones are slow."""
+    slow = pytest.mark.slow("a larger network of the same kinds of layers")
+    return pytest.mark.parametrize(
+        "name", [name if name in quick else pytest.param(name, marks=slow) for name in CASES]
+    )
+
+
+@quick_and_slow({"mlp", "lenet"})
 def test_weights_give_the_outputs_of_pytorchs_layout_and_come_back_bit_for_bit(name, tmp_path):
     forward, network, shape = CASES[name]
     variables = random_variables(network, shape)
