@@ -48,12 +48,10 @@ class Offloaded:
         self.ids, self.values = ids, values
 
     def tree_flatten(self) -> tuple[tuple[Any, Any], Any]:
-        """Implements JAX's pytree protocol."""
         return (self.ids, self.values), (self.source, self.k, self.shape, self.dtype)
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: tuple[Any, Any]) -> "Offloaded":
-        """Implements JAX's pytree protocol."""
         (source, k, shape, dtype), (ids, values) = static, children
         return cls(source, k, shape, dtype, ids, values)
 

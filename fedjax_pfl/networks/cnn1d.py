@@ -31,7 +31,6 @@ class CNN1D(nn.Module):
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of all layers, from the input to the output."""
         kinds = ("conv", "norm") if self.batch_norm else ("conv",)
         body = (f"{kind}{i}" for i in range(1, len(self.kernels) + 1) for kind in kinds)
         return (*body, self.head)

@@ -35,14 +35,12 @@ class LeNet(nn.Module):
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of all layers, from the input to the output."""
         kinds = ("conv", "norm") if self.batch_norm else ("conv",)
         body = (f"{kind}{i}" for i in range(1, len(self.kernels) + 1) for kind in kinds)
         return (*body, *(f"fc{i}" for i in range(1, len(self.dense) + 2)))
 
     @property
     def head(self) -> str:
-        """Name of the last layer."""
         return f"fc{len(self.dense) + 1}"
 
     @nn.compact

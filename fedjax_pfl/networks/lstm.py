@@ -62,7 +62,6 @@ class LSTM(nn.Module):
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of all layers, from the input to the output."""
         return ("embed", *(f"lstm{i}" for i in range(1, len(self.hidden) + 1)), self.head)
 
     @nn.compact

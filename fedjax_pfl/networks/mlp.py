@@ -20,12 +20,10 @@ class MLP(nn.Module):
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of all layers, from the input to the output."""
         return tuple(f"fc{i}" for i in range(1, len(self.hidden) + 2))
 
     @property
     def head(self) -> str:
-        """Name of the last layer."""
         return f"fc{len(self.hidden) + 1}"
 
     @nn.compact

@@ -59,7 +59,6 @@ class MobileNet(nn.Module):
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of all layers, from the input to the output."""
         names = ["conv1", "norm1"]
         for i, block in enumerate(self._blocks(), 1):
             kinds = ("depth", "project") if block.inner == block.inputs else _KINDS

@@ -28,7 +28,6 @@ class ResNet9(nn.Module):
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of all layers, from the input to the output."""
         return (*(f"{kind}{i}" for i in range(1, 9) for kind in ("conv", "norm")), self.head)
 
     @nn.compact

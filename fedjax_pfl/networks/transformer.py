@@ -39,7 +39,6 @@ class Transformer(nn.Module):
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of all layers, from the input to the output."""
         inner = ("a", "qkv", "proj", "b", "up", "down")
         blocks = (f"block{i}_{name}" for i in range(1, self.blocks + 1) for name in inner)
         return ("embed", "positions", *blocks, "norm", self.head)

@@ -10,6 +10,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.core.shape_check import check_shapes
 from tests import cases, tiny
+from tests.commands import message
 
 DATA, FEDERATION = tiny.federated()
 TRAINING = cases.training(keep_optimizer=True)
@@ -18,10 +19,7 @@ BASE = algorithms.fedavg(tiny.Net(), TRAINING, FEDERATION)
 
 def line(method=BASE, **changes):
     """Returns the message about a method with these changes."""
-    with pytest.raises(UsageError) as caught:
-        check_shapes("mine", method._replace(**changes), FEDERATION, DATA)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return message(check_shapes, "mine", method._replace(**changes), FEDERATION, DATA)
 
 
 def train(**changes):
@@ -58,7 +56,7 @@ def test_offloaded_rows_are_read_only_by_offload_functions():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "expected"),
     [
         (
             {"train": lambda payload, client, ctx: tuple(BASE.train(payload, client, ctx))[:3]},
@@ -113,8 +111,8 @@ def test_offloaded_rows_are_read_only_by_offload_functions():
         ),
     ],
 )
-def test_a_mistake_is_one_line(changes, message):
-    assert message in line(**changes)
+def test_a_mistake_is_one_line(changes, expected):
+    assert expected in line(**changes)
 
 
 def test_exceptions_get_a_note_with_the_function():

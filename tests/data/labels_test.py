@@ -10,6 +10,7 @@ from pyarrow import parquet
 
 from fedjax_pfl.data import load
 from tests.commands import message
+from tests.data.sequences_test import leaf_of
 
 
 def csv(folder, labels, test=None, **settings):
@@ -25,12 +26,7 @@ def csv(folder, labels, test=None, **settings):
 
 
 def leaf(folder, labels):
-    for part in ("train", "test"):
-        (folder / part).mkdir()
-        user = {"x": [[1.0, 2.0]] * len(labels), "y": labels}
-        content = {"users": ["u"], "user_data": {"u": user}}
-        (folder / part / "all.json").write_text(json.dumps(content))
-    return load(f"leaf:{folder}")
+    return leaf_of(folder, [[1.0, 2.0]] * len(labels), labels)
 
 
 def lists(folder, labels, names=None):

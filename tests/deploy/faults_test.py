@@ -165,6 +165,10 @@ def test_responses_to_other_requests_are_refused(loop):
         "in another's name": replace_parts(responses[1], client=0),
         "to another request": replace_parts(response, request="0" * 64),
         "an evaluation": replace_parts(response, kind="evaluate"),
+        "with a number as flag": replace_parts(response, finite=1),
+        "of a round out of bounds": replace_parts(response, round=10**12),
+        "with another field": replace_parts(response, more=1),
+        "with text as client": replace_parts(response, client="0"),
         "of another shape": replace_parts(response, array_name, array=array[..., None]),
         "of another type": replace_parts(response, array_name, array=array.astype(np.float64)),
         "too large": response + b"\0" * 2_000_000,
@@ -174,6 +178,9 @@ def test_responses_to_other_requests_are_refused(loop):
     }
     for name, content in wrong_responses.items():
         assert refusal(server.read_update, loop.server, pending, 0, content), name
+    long = wire.encode({"kind": "refused", "why": "x" * 1001})
+    line = refusal(server.read_update, loop.server, pending, 0, long)
+    assert "message.why must be text" in line
     assert server.read_update(loop.server, pending, 0, response).accepted
 
 

@@ -16,6 +16,7 @@ import pytest
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import guard, schema, storage, wire
 from tests.commands import message
+from tests.deploy.run_test import CONFIG
 
 pytest.importorskip(
     "flwr", reason="Flower is not installed; pip install -e '.[dev]' brings it, as CI does"
@@ -112,6 +113,28 @@ def test_an_invalid_file_of_keys_is_a_usage_error(tmp_path):
     assert "run.keys.json cannot be read" in message(connect, tmp_path, (7, NODES[0], b"a"))
 
 
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"waiting": {"second": 3}}, "run.json.waiting must be an object without fields but"),
+        ({"waiting": {"seconds": "long"}}, "waiting.seconds must be a number"),
+        ({"waiting": {"min_answers": 1.5}}, "waiting.min_answers must be a whole number"),
+        ({"workdir": 5}, "workdir must be text"),
+        ({"log": None}, "log must be text"),
+        ({"config": {"clients": "3"}}, "clients is '3'"),
+        ({"config": []}, "config must be an object"),
+    ],
+)
+def test_errors_in_a_runs_file(changes, line, tmp_path):
+    content = {"config": CONFIG, "workdir": str(tmp_path / "run"), "log": str(tmp_path / "run.log")}
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({**content, **changes}))
+    assert line in message(flower.run_from_file, None, str(path))
+    assert "absent.json is missing" in message(
+        flower.run_from_file, None, str(tmp_path / "absent.json")
+    )
+
+
 INJECTED = "sorry\nThe run has ended: /srv\nerror: gone\x1b[2J"
 
 
@@ -184,6 +207,11 @@ def test_node_files_of_a_trial(tmp_path):
     assert "has client 1, and is given for client 0" in line
     line = message(trial._node_settings, 0, {**config, "dataset": "csv:x"}, [])
     assert "one file for each node" in line
+    damaged = tmp_path / "damaged.json"
+    assert "No such file" in message(trial._node_settings, 0, config, [str(damaged)])
+    damaged.write_text("{")
+    line = message(trial._node_settings, 0, config, [str(damaged)])
+    assert line.startswith(f"{damaged} cannot be read as JSON")
 
 
 def reply(to, source, error=0):
@@ -271,6 +299,27 @@ def test_certificates_and_keys_are_created_once_and_private(tmp_path):
     handshake(*paths)
     for name in ("server.key", "client-0.key"):
         assert os.stat(tmp_path / name).st_mode & 0o77 == 0
+
+
+def test_damaged_keys_are_named_and_damaged_certificates_replaced(tmp_path, monkeypatch):
+    """A trial was killed while it wrote them, or they have expired."""
+    private = tmp_path / "client-0.key"
+    content = keys.ensure_node_key(private).read_bytes()
+    keys.ensure_node_key(private).unlink()
+    assert keys.ensure_node_key(private).read_bytes() == content
+    private.write_bytes(b"")
+    assert "client-0.key is damaged" in message(keys.ensure_node_key, private)
+    for path in keys.ensure_certificates(tmp_path):
+        path.write_bytes(b"")
+        paths = keys.ensure_certificates(tmp_path)
+        files = [path.read_bytes() for path in paths]
+        assert all(files)
+        keys.ensure_certificates(tmp_path)
+        assert files == [path.read_bytes() for path in paths]
+    monkeypatch.setattr(keys, "_DAYS", 0)
+    (tmp_path / "ca.crt").unlink()
+    old = keys.ensure_certificates(tmp_path)[0].read_bytes()
+    assert keys.ensure_certificates(tmp_path)[0].read_bytes() != old
 
 
 def wait_for_processes(home):
