@@ -194,10 +194,13 @@ def accuracies(name: str) -> str:
 
 
 def leaderboard(name: str) -> str:
-    """Returns the table of a partition of `experiments.leaderboard`."""
+    """Returns the table of a partition of `experiments.leaderboard` without chosen settings."""
     column = _load("leaderboard.json")["columns"][name]
-    table = text_tables.markdown([board.table(name, column)])
-    return f"{table}\n\nMade with commit {', '.join(board.commits({'columns': {name: column}}))}."
+    full = board.table(name, column)
+    rows, variants = ([row[:-1] for row in part] for part in (full.rows, full.variants))
+    table = full._replace(heads=full.heads[:-1], rows=rows, variants=variants)
+    commits = ", ".join(board.commits({"columns": {name: column}}))
+    return f"{text_tables.markdown([table])}\n\nMade with commit {commits}."
 
 
 def stress() -> str:
@@ -227,9 +230,30 @@ def cells(name: str, columns: str, *rows: str) -> str:
       *rows: Its rows. Default: all; a line then names those that were not run.
     """
     column_names = columns.split(",")
-    table = text_tables.markdown(agreement.comparison(RESULTS, TABLES, name, column_names, rows))
+    (table,) = agreement.comparison(RESULTS, TABLES, name, column_names, rows)
+    table, values = _without_equal_columns(table, ("seeds", "partitions", "rounds", "agrees"))
     missing = [] if rows else agreement.not_run(RESULTS, TABLES, name, column_names)
-    return f"{table}\n\nNot run: {', '.join(missing)}." if missing else table
+    notes = {"All rows": values, "Not run": ", ".join(missing)}
+    lines = [f"{key}: {note}." for key, note in notes.items() if note]
+    return "\n\n".join([text_tables.markdown([table]), *lines])
+
+
+def _without_equal_columns(
+    table: text_tables.Table, heads: Sequence[str]
+) -> tuple[text_tables.Table, str]:
+    """Returns a table without those columns that are equal in all rows, and their values."""
+    columns = dict(
+        zip(table.heads, zip(*(r[1:] for r in table.all_rows), strict=True), strict=True)
+    )
+    values = {head: columns[head][0] for head in heads if len({*columns[head]}) == 1}
+    indices = [i for i, head in enumerate(table.heads) if head not in values]
+    rows, variants = (
+        [[row[0], *(row[i + 1] for i in indices)] for row in part]
+        for part in (table.rows, table.variants)
+    )
+    heads = [table.heads[i] for i in indices]
+    table = table._replace(heads=heads, rows=rows, variants=variants)
+    return table, ", ".join(f"{head} = {value}" for head, value in values.items())
 
 
 MARKS: dict[str, Callable[..., str]] = {

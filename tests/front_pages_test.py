@@ -81,3 +81,10 @@ def test_the_table_of_contributing_names_existing_files_and_functions():
         texts = [path.read_text() for path in files if path.is_file()]
         for name in re.findall(r"`([A-Za-z_]+)`", places):
             assert any(re.search(rf"\b{name}\b", text) for text in texts), (name, row)
+
+
+def test_front_pages_count_the_baselines_of_their_table():
+    text = (documents.DOCS / "baselines.md").read_text()
+    _, *methods = re.findall(r"^\| [^|*`]+ \| `(\w+)` \|", text, re.M)  # without the head
+    assert f"\n{len(methods)} baselines" in text
+    assert f"[{len(methods)} baselines]" in README
