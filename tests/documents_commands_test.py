@@ -1,6 +1,7 @@
 """Executes the commands of the README and of the pages, training for one round."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -8,16 +9,24 @@ from fedjax_pfl.cli.configs import default_workdir
 from fedjax_pfl.presets import SYSTEMS
 from tests import commands, documents
 
-PAGES = ("../README.md", *sorted(path.name for path in documents.DOCS.glob("*.md")))
+PAGES = (
+    "../README.md",
+    *sorted(path.name for path in documents.DOCS.glob("*.md")),
+    *(f"../experiments/results/{system}.md" for system in SYSTEMS if system != "baseline"),
+)
+# Pages that show the output of their commands. Numbers may differ: commands train for one round.
+WITH_OUTPUT = ("index.md", "questions.md")
+SECONDS = ("--list", "--only_show", "--summary")
 HOURS = ("reproduce", "studies", "leaderboard", "scaling", "many_clients", "benchmark")
 OTHER_LIBRARIES = ("agree", "import-partition")
-FILES = r"cifar10|femnist|dataset=\w+:|data_dir|emnist|svhn"
+FILES = r"cifar10|femnist|dataset=\w+:(?!visits)|data_dir|emnist|svhn"
+HOSPITALS = ("Amsterdam", "Bern", "Cairo", "Delhi")
 
 
 def reason_to_skip(name: str, arguments: list[str]) -> str:
     """Returns why a command is not executed, or ""."""
     line = " ".join([name, *arguments])
-    if name in HOURS:
+    if name in HOURS and not takes_seconds(name, arguments):
         return "takes minutes to hours; tests of experiments run its functions"
     if name in OTHER_LIBRARIES:
         return "needs a checkout of another library"
@@ -27,11 +36,33 @@ def reason_to_skip(name: str, arguments: list[str]) -> str:
         return "needs files that the user has"
     if "--processes" in line or "--coordinator" in line:
         return "starts processes, or needs a cluster; its own tests do"
-    if re.search(r"runs/(A|B|visits|fedavgm?-\d)\b|\b[A-Z]{3,}\b", line) or arguments == []:
-        return "has a placeholder, a run from Python, or no arguments"
+    if re.search(r"compare runs/(A|fedavg-0)\b|\b[A-Z]{3,}\b", line):
+        return "has a placeholder or a run from Python"
+    if arguments == [] and name not in ("reproduce", "list"):
+        return "has no arguments"
     if name.isupper() or "$" in line:
         return "has a placeholder"
     return ""
+
+
+def takes_seconds(name: str, arguments: list[str]) -> bool:
+    """Returns True if a script only lists something."""
+    listed = arguments == [] or (name == "studies" and len(arguments) == 1)
+    return name in ("reproduce", "studies", "benchmark") and (
+        listed or any(flag in arguments for flag in SECONDS)
+    )
+
+
+def shape(line: str) -> str:
+    """Returns a line with equal spaces and without numbers."""
+    return " ".join(re.sub(r"[-+]?\d[\d.,]*", "0", line).split())
+
+
+def lines_not_printed(page: str, printed: str) -> list[str]:
+    """Returns lines of output on a page whose first word a command printed, in another shape."""
+    shapes, words = set(map(shape, printed.splitlines())), set(printed.split())
+    lines = [line for block in documents.blocks(page, "text") for line in block.splitlines()]
+    return [line for line in lines if line.split()[0] in words and shape(line) not in shapes]
 
 
 @pytest.mark.slow("one round of some 20 runs, four minutes")
@@ -39,9 +70,12 @@ def reason_to_skip(name: str, arguments: list[str]) -> str:
 def test_commands_of_the_pages_run(tmp_path, monkeypatch, capsys):
     executed, skipped = [], {}
     for page in PAGES:
-        folder = tmp_path / page.replace("../", "")
+        folder = tmp_path / page.replace("/", "_")
         folder.mkdir()
         monkeypatch.chdir(folder)
+        printed = []
+        rows = [f"{HOSPITALS[i % 4]},{i % 7},{i % 5 / 2}" for i in range(80)]
+        Path("visits.csv").write_text("\n".join(["hospital,age,days", *rows]))
         if page == "models.md":  # its Python code trains this run
             shortened = ("--config.rounds=1", "--config.validation_fraction=0.2")
             commands.run_here(
@@ -51,15 +85,24 @@ def test_commands_of_the_pages_run(tmp_path, monkeypatch, capsys):
             if reason := reason_to_skip(name, arguments):
                 skipped.setdefault(reason, []).append((page, name, *arguments))
                 continue
-            if name in SYSTEMS:
+            if name in HOURS:
+                place = tmp_path / f"script-{len(executed)}"
+                place.mkdir()
+                outcome = commands.Forked(f"experiments.{name}", *arguments, place=place).wait()
+                assert (outcome.status, outcome.err) == (0, ""), (page, name, arguments)
+                print(outcome.out)
+            elif name in SYSTEMS:
                 workdir = default_workdir(name, arguments)
                 place = [] if "--workdir" in " ".join(arguments) else [f"--workdir={workdir}"]
                 commands.run_here(name, *arguments, *place, "--config.rounds=1")
             else:
                 commands.run_here(name, *arguments)
-            assert capsys.readouterr().out, (page, name, arguments)
+            printed.append(capsys.readouterr().out)
+            assert printed[-1], (page, name, arguments)
             executed.append((page, name, *arguments))
+        if page in WITH_OUTPUT:
+            assert lines_not_printed(page, "\n".join(printed)) == []
     names = {name for _, name, *_ in executed}
-    assert {"list", "compare", "export", "pfedla", "pfedhn", "fedmn", "baseline"} <= names
-    assert len(executed) >= 30
+    assert {"list", "compare", "export", *SYSTEMS, "reproduce", "studies", "benchmark"} <= names
+    assert len(executed) >= 45
     print(len(executed), "of", len(executed) + sum(map(len, skipped.values())), "executed")
