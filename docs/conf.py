@@ -104,6 +104,7 @@ your_model
 your_method
 from_pfllib
 contract
+privacy
 models
 notebooks
 data

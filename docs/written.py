@@ -3,7 +3,7 @@
 A page holds <!-- begin MARK ARGUMENT ... -->, the generated text, and <!-- end -->. The marks are
 docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., listing KIND,
 tables, speed FILE, libraries FILE, accuracies FILE, memory FILE, agreed FILE,
-leaderboard COLUMN, stress, summary, cells TABLE COLUMN,... ROW ....
+leaderboard COLUMN, stress, summary, privacy, released, cells TABLE COLUMN,... ROW ....
 
 A name that does not exist in the code is an error. A test checks that pages are up to date.
 """
@@ -12,17 +12,24 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from experiments import agree, benchmark
 from experiments.libraries import layouts, rivals, scored
 from experiments.papers import agreement
 from experiments.papers.tables import TABLES
+from fedjax_pfl.algorithms import METHODS
+from fedjax_pfl.core.algorithm import Algorithm
 from fedjax_pfl.report import leaderboard as board
 from fedjax_pfl.report import text_tables
 from fedjax_pfl.settings import configuration, listing
+from fedjax_pfl.testing import example
+from fedjax_pfl.transforms.privacy import client_level, local_level
+from fedjax_pfl.transforms.wrapping import RoundShapes, round_shapes
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "experiments" / "results"
@@ -115,6 +122,42 @@ def presets(system: str, *names: str) -> str:
 def list_kind(name: str) -> str:
     """Returns the output of `fedjax-pfl list` for a kind."""
     return f"```text\n{listing.listing(name)}\n```"
+
+
+def _tiny_methods() -> Iterator[tuple[str, Algorithm, RoundShapes]]:
+    """Yields (title, method on a tiny network, shapes of its round) of every method."""
+    data, federation = example.vectors()
+    for method in METHODS.values():
+        algorithm = method.factory(example.TinyNetwork(), example.training(), federation)
+        yield method.row, algorithm, round_shapes(algorithm, data)
+
+
+def privacy() -> str:
+    """Returns which methods each level of privacy admits, and why not, as the code decides."""
+    data, _ = example.vectors()
+    methods: dict[tuple[str, ...], list[str]] = {}
+    for title, algorithm, _ in _tiny_methods():
+        levels = (client_level, local_level)
+        reasons = [level.unsupported_reason(algorithm, data) for level in levels]
+        key = tuple(f"no: {reason}" if reason else "yes" for reason in reasons)
+        methods.setdefault(key, []).append(title)
+    rows = [[", ".join(methods[key]), *key] for key in sorted(methods, reverse=True)]
+    return _text_table(["`client`", "`local`"], rows)
+
+
+def released() -> str:
+    """Returns what methods upload besides a model, and what the server keeps for each client."""
+    rows = []
+    for title, _, shapes in _tiny_methods():
+        upload, stored = shapes.upload, shapes.state.rows
+        uploads = sorted(set(upload) - {"params", "batch_stats"}) if upload else []
+        names: Sequence[str] = ()
+        if jax.tree.leaves(stored):
+            names = getattr(stored, "_fields", list(stored) if isinstance(stored, dict) else ["id"])
+        if uploads or names:
+            cells = (", ".join(f"`{name}`" for name in part) or "–" for part in (uploads, names))
+            rows.append([title, *cells])
+    return _text_table(["uploaded besides a model", "kept by the server for each client"], rows)
 
 
 def tables() -> str:
@@ -268,6 +311,8 @@ MARKS: dict[str, Callable[..., str]] = {
     "memory": memory,
     "agreed": agreed,
     "leaderboard": leaderboard,
+    "privacy": privacy,
+    "released": released,
     "stress": stress,
     "summary": summary,
     "cells": cells,

@@ -57,6 +57,7 @@ class Cohort(NamedTuple):
     payloads: PyTree  # downloads, leaves [K, ...]
     uploads: PyTree  # leaves [K, ...]
     t: Any  # round
+    key: Any = None  # random key of the server's update in this round
 
     def mean(self, tree: PyTree, old: PyTree, weights: jax.Array | None = None) -> PyTree:
         """Computes Σ_k w_k x_k / Σ_k w_k over the clients that arrived.

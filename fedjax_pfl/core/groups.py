@@ -172,8 +172,9 @@ def share_server(models: Any, build: Callable[[Any], Algorithm]) -> Algorithm:
         def join(*parts: jax.Array) -> jax.Array:
             return jnp.concatenate(parts)
 
-        joined = jax.tree.map(join, *(cohort._replace(t=()) for cohort in cohorts))
-        return algorithms[0].receive(state, joined._replace(t=cohorts[0].t))
+        joined = jax.tree.map(join, *(cohort._replace(t=(), key=()) for cohort in cohorts))
+        first = cohorts[0]
+        return algorithms[0].receive(state, joined._replace(t=first.t, key=first.key))
 
     def observe(state: State) -> dict[str, jax.Array]:
         return algorithms[0].observe(state._replace(clients=()))

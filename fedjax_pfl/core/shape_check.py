@@ -289,4 +289,5 @@ def _cohort(payload: PyTree, upload: PyTree) -> Cohort:
         payloads=stack(payload),
         uploads=stack(upload),
         t=jax.ShapeDtypeStruct((), jnp.int32),
+        key=jax.eval_shape(jax.random.key, 0),
     )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
+from fedjax_pfl import transforms
 from fedjax_pfl.core import jaxprs
 from fedjax_pfl.core.algorithm import Federation, PyTree, State
 from fedjax_pfl.core.errors import UsageError
@@ -154,6 +155,11 @@ def build_method(
     phase_settings, groups = specified.phases[0].settings, specified.phases[0].groups
     task = make_task(specified.settings, registry, np.asarray(data.y), federation)
     federation = federation._replace(task=task)
+    if transforms.statements(phase_settings.get, federation):
+        raise UsageError(
+            "differential privacy is for simulations: all nodes know the seed of the noise; "
+            "leave it out"
+        )
     inputs = PhaseInputs(
         configs=[phase_settings],
         group_configs=groups,

@@ -10,7 +10,7 @@ import numpy as np
 from fedjax_pfl.core import groups, local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Cohort, Federation, PyTree, State
 from fedjax_pfl.core.examples import FederatedData, Split, client_data
-from fedjax_pfl.core.randomness import INIT, PERSONAL, SEND, TRAIN, stage_key
+from fedjax_pfl.core.randomness import INIT, PERSONAL, RECEIVE, SEND, TRAIN, stage_key
 from fedjax_pfl.deploy import split_personalize
 from fedjax_pfl.simulation.records import Evaluation
 from fedjax_pfl.simulation.rounds import round_functions
@@ -195,7 +195,8 @@ class ServerPrograms:
             "arrived": has_upload,
             "weights": counts[padded_ids],
         }
-        return Cohort(**slots, payloads=payloads, uploads=uploads, t=np.int32(t))
+        key = stage_key(_key(self.method), RECEIVE, t)
+        return Cohort(**slots, payloads=payloads, uploads=uploads, t=np.int32(t), key=key)
 
 
 # Programs of one client: `g` is the index of its architecture group, `payload` its download,

@@ -30,6 +30,7 @@ from fedjax_pfl.report.numbers import (
     format_p,
     metric_of,
     metric_title,
+    privacy_parts,
     unit_suffix,
 )
 from fedjax_pfl.report.text_tables import Table
@@ -44,6 +45,8 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     metric = metric_of(rows[0].runs[0].metrics)
     shares = [comparison.share_better_than_local(row, rows) for row in rows]
     has_local = any(share is not None for share in shares)
+    privacy = [privacy_parts(row.runs[0].metrics[-1]) for row in rows]
+    is_private = any(privacy)
     note = " gain %: the share of clients that a method serves better than Local does."
     results = _table(
         "Results",
@@ -52,12 +55,20 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         f"deviation over seeds. Megabytes are those of all clients, mean over seeds."
         f"{note * has_local}",
         ["before", "after", "worst 10 %", "MB down", "MB up", "rounds", "seeds"]
-        + ["gain %"] * has_local,
+        + ["gain %"] * has_local
+        + ["ε and δ"] * is_private,
         [
-            (row, [*_results(row, metric), *[_share(share)] * has_local])
-            for row, share in zip(rows, shares, strict=True)
+            (
+                row,
+                [
+                    *_results(row, metric),
+                    *[_share(share)] * has_local,
+                    *[", ".join(parts) or "–"] * is_private,
+                ],
+            )
+            for row, share, parts in zip(rows, shares, privacy, strict=True)
         ],
-        [*[direction(metric)] * 3, -1, -1, 0, 0, *[1] * has_local],
+        [*[direction(metric)] * 3, -1, -1, 0, 0, *[1] * has_local, *[0] * is_private],
     )
     diagnostics = _diagnostics(rows)
     if len(rows) < 2:

@@ -99,3 +99,11 @@ def format_mean_std(spread: Mapping[str, Any], metric: Metric) -> str:
     if std is None or math.isnan(mean):
         return text
     return f"{text} ± {format_score_without_percent(metric, std)}"
+
+
+def privacy_parts(last: Mapping[str, Any]) -> list[str]:
+    """Returns ε and δ in a line of metrics.jsonl as text, or [] for a run without privacy."""
+    if "delta" not in last:
+        return []
+    epsilon = number(last["epsilon"])
+    return ["no ε" if math.isnan(epsilon) else f"ε = {epsilon:.3g}", f"δ = {last['delta']:g}"]

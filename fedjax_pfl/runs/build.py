@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from fedjax_pfl import data
+from fedjax_pfl import data, transforms
 from fedjax_pfl.algorithms import METHODS
 from fedjax_pfl.core import groups
 from fedjax_pfl.core.algorithm import Federation
@@ -46,6 +46,7 @@ class Experiment(NamedTuple):
     federation: Federation  # facts about the clients
     remarks: tuple[str, ...]  # warnings for the user, about settings that can cost accuracy
     memory: forecast.Requirement = forecast.Requirement(0, 0, 0)  # least bytes needed; 0: unknown
+    statements: tuple[transforms.Statement, ...] = ()  # about transforms, such as privacy
 
     def select(self, runs: Sequence[int]) -> "Experiment":
         """Returns the experiment with only the runs of a sweep at these indices."""
@@ -114,7 +115,17 @@ def build(
         federation=federation,
         remarks=tuple(dict.fromkeys(line for line in remarks if line)),
         memory=forecast.maximum([forecast.required(phase, store) for phase in sizes]),
+        statements=_statements(phases),
     )
+
+
+def _statements(phases: Sequence[Phase]) -> tuple[transforms.Statement, ...]:
+    """Returns what the run states about its transforms. They are for runs with one phase."""
+    first, *others = phases
+    stated = transforms.statements(first.config.get, first.federation)
+    if stated and others:
+        raise UsageError("differential privacy is for runs without phases; leave phases out")
+    return tuple(stated)
 
 
 def _load(
@@ -271,7 +282,12 @@ def _omitted_owners(config: ConfigDict, dataset: data.Dataset, federation: Feder
 
 
 def _participants(config: ConfigDict, federation: Federation) -> Federation:
-    """Returns the federation with the clients of a phase active: held-out clients or the others."""
+    """Returns the federation with the clients of a phase active: held-out clients or the others.
+
+    With privacy it has no class counts, which methods could use without noise.
+    """
+    if transforms.statements(config.get, federation):
+        federation = federation._replace(class_counts=None)
     if config.participants == "active":
         return federation
     return federation._replace(active=~federation.active)
@@ -357,6 +373,9 @@ def fixed_length_reason(experiment: Experiment) -> str:
         return "learning_rate_drops are fractions of all rounds"
     if last.config.learning_rate_schedule != "constant" and last.config.schedule_over == "rounds":
         return "learning_rate_schedule is over all rounds"
+    for statement in experiment.statements:
+        if statement.fixed_length:
+            return statement.fixed_length
     factory = last.inputs.registry.algorithm[last.config.algorithm]
     if "rounds" in inspect.signature(factory).parameters:
         return f"{last.config.algorithm} has a schedule over all rounds"

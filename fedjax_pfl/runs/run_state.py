@@ -148,6 +148,7 @@ def record_evaluation(
         "dropped": sum(at.ledger.dropped),
         "rejected": sum(at.ledger.rejected),
         "best_round": at.best_round,
+        **dict(item for s in experiment.statements for item in s.metrics(at.round).items()),
         **metrics.user_metrics(task),
         **_diagnostics(experiment, sweep_run, observed),
     }

@@ -176,6 +176,8 @@ def run_configs(
     multiprocess.check_examples(experiment.data)
     for phase in experiment.phases:
         tell(execution_plan.describe(phase.plan, phase.inputs.cohort, phase.inputs.devices))
+    for statement in experiment.statements:
+        tell(statement.line)
     tell(progress.memory_line(experiment.memory, experiment.phases[0].store))
     reason = functools.cache(functools.partial(fixed_length_reason, experiment))
     facts = example_facts(experiment)

@@ -367,7 +367,7 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
 }
 
 for selectable in transforms.REGISTRY:
-    SETTING_GROUPS[selectable.title] |= selectable.settings
+    SETTING_GROUPS.setdefault(selectable.title, {}).update(selectable.settings)
 SETTINGS = {name: setting for group in SETTING_GROUPS.values() for name, setting in group.items()}
 
 

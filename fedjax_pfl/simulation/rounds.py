@@ -18,7 +18,7 @@ from fedjax_pfl.core import groups, offload, trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Cohort, Federation, PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, client_data
-from fedjax_pfl.core.randomness import DROP, INIT, SAMPLE, SEND, TRAIN, stage_key
+from fedjax_pfl.core.randomness import DROP, INIT, RECEIVE, SAMPLE, SEND, TRAIN, stage_key
 from fedjax_pfl.simulation import multiprocess, spread
 from fedjax_pfl.simulation.map_clients import map_clients
 from fedjax_pfl.simulation.records import (
@@ -329,6 +329,7 @@ def _run_group(
         payloads=outcomes.payload,
         uploads=uploads,
         t=shared.t,
+        key=stage_key(shared.key, RECEIVE, shared.t),
     )
     log = Log(
         ids=ids,

@@ -27,7 +27,7 @@ from fedjax_pfl.core.algorithm import (
     State,
 )
 from fedjax_pfl.core.examples import FederatedData, client_data
-from fedjax_pfl.core.randomness import SEND, TRAIN, stage_key
+from fedjax_pfl.core.randomness import RECEIVE, SEND, TRAIN, stage_key
 from fedjax_pfl.core.shape_check import check_shapes
 from fedjax_pfl.runs import checkpoints
 from fedjax_pfl.simulation import ledger
@@ -176,6 +176,7 @@ class Subject:
             payloads=payloads,
             uploads=where(arrived, uploads, jax.tree.map(np.zeros_like, uploads)),
             t=np.int32(WARM_UP),
+            key=stage_key(make_key(), RECEIVE, WARM_UP),
         )
 
     def looped(self, arrived: np.ndarray) -> State:

@@ -6,8 +6,10 @@ Each transform has a file with its settings, and an entry in `REGISTRY`.
 from collections.abc import Callable
 from typing import Any
 
+from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.setting import Setting
 from fedjax_pfl.transforms.compression import COMPRESSION, compression
+from fedjax_pfl.transforms.privacy import PRIVACY, client_privacy, local_privacy
 from fedjax_pfl.transforms.private_layers import KEEP_HEAD, private_layers
 from fedjax_pfl.transforms.robust import ROBUST, robust
 from fedjax_pfl.transforms.server_optimizer import (
@@ -15,11 +17,16 @@ from fedjax_pfl.transforms.server_optimizer import (
     SERVER_OPTIMIZERS,
     server_optimizer,
 )
-from fedjax_pfl.transforms.upload_noise import NOISE, upload_noise
-from fedjax_pfl.transforms.wrapping import Selectable, Transform, TransformContext, chain
+from fedjax_pfl.transforms.wrapping import (
+    Selectable,
+    Statement,
+    Transform,
+    TransformContext,
+    chain,
+)
 
 # In the order in which they wrap a method, innermost first.
-REGISTRY: tuple[Selectable, ...] = (KEEP_HEAD, NOISE, COMPRESSION, SERVER_OPTIMIZER, ROBUST)
+REGISTRY: tuple[Selectable, ...] = (KEEP_HEAD, PRIVACY, COMPRESSION, SERVER_OPTIMIZER, ROBUST)
 SETTINGS: dict[str, Setting] = {
     name: setting for selectable in REGISTRY for name, setting in selectable.settings.items()
 }
@@ -29,15 +36,18 @@ __all__ = [
     "SERVER_OPTIMIZERS",
     "SETTINGS",
     "Selectable",
+    "Statement",
     "Transform",
     "TransformContext",
     "chain",
+    "client_privacy",
     "compression",
+    "local_privacy",
     "private_layers",
     "robust",
     "selected_transforms",
     "server_optimizer",
-    "upload_noise",
+    "statements",
 ]
 
 
@@ -52,3 +62,12 @@ def selected_transforms(
     """
     transforms = (selectable.make(value_of, context) for selectable in REGISTRY)
     return [transform for transform in transforms if transform is not None]
+
+
+def statements(value_of: Callable[[str], Any], federation: Federation) -> list[Statement]:
+    """Returns what a run states about the transforms that its settings select.
+
+    `value_of` returns the value of a setting by its name.
+    """
+    stated = (selectable.state(value_of, federation) for selectable in REGISTRY)
+    return [statement for statement in stated if statement is not None]

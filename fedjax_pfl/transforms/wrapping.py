@@ -35,16 +35,31 @@ class TransformContext(NamedTuple):
     registry: Mapping[str, Mapping[str, Any]]
 
 
+class Statement(NamedTuple):
+    """What a run states about a transform."""
+
+    line: str  # printed before the run
+    metrics: Callable[[int], dict[str, float | None]]  # finished rounds -> for metrics.jsonl
+    fixed_length: str = ""  # why more rounds would change the finished ones, or ""
+
+
+def _no_statement(value_of: Callable[[str], Any], federation: Federation) -> Statement | None:
+    return None
+
+
 class Selectable(NamedTuple):
     """A transform that settings can select.
 
-    make  (value_of, context) -> the transform, or None if the settings do not select it.
-          `value_of` returns the value of a setting by its name.
+    `value_of` returns the value of a setting by its name.
+
+    make   (value_of, context) -> the transform, or None if the settings do not select it.
+    state  (value_of, federation) -> what a run states about it, or None.
     """
 
     title: str  # heading under which its settings are listed
     settings: Mapping[str, Setting]  # its settings, by name
     make: Callable[[Callable[[str], Any], TransformContext], Transform | None]
+    state: Callable[[Callable[[str], Any], Federation], Statement | None] = _no_statement
 
 
 class RoundShapes(NamedTuple):

@@ -9,6 +9,8 @@ import pytest
 import fedjax_pfl
 from tests.settings.configuration_test import built, message
 
+LOCAL = {"privacy": "local", "privacy_clip_norm": 1.0, "privacy_noise": 1.0}
+
 
 @pytest.mark.parametrize(
     ("changes", "fragments"),
@@ -136,7 +138,12 @@ def test_invalid_settings_are_refused(changes, fragments):
             ["phase", "global model of the same network"],
         ),
         ({"phases": [{"algorithm": "local"}, {}]}, ["phase", "global model"]),
-        ({"upload_noise": 0.5}, ["upload_noise is 0.5 times upload_clip_norm, which is unset"]),
+        ({**LOCAL, "privacy_noise": None}, ["exactly one of privacy_noise and privacy_epsilon"]),
+        ({**LOCAL, "privacy_clip_norm": None}, ["privacy_clip_norm is unset"]),
+        ({**LOCAL, "privacy_delta": 0.4}, ["privacy_delta is 0.4", "with 3 clients", "0.333"]),
+        ({**LOCAL, "max_update_norm": 1.0}, ["max_update_norm", "leave it out"]),
+        ({**LOCAL, "phases": [{}, {}]}, ["privacy is for runs without phases"]),
+        ({**LOCAL, "algorithm": "fedmn"}, ["local privacy is not possible here: uploads have"]),
         (
             {"learning_rate_schedule": "exponential_decay", "schedule_end": 0.0},
             ["schedule_end is 0", "never reaches"],

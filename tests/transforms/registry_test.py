@@ -8,7 +8,7 @@ from fedjax_pfl import transforms
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.general import SETTING_GROUPS, SETTINGS
 from tests import documents, tiny
-from tests.transforms.upload_noise_test import UP, scripted
+from tests.transforms.privacy.local_level_test import UP, scripted
 
 DATA, FEDERATION = tiny.federated()
 
@@ -34,8 +34,9 @@ def test_transforms_define_disjoint_settings():
 
 def test_settings_select_transforms():
     assert transforms.selected_transforms(value_of(), CONTEXT) == []
-    settings = {"keep_head": True, "upload_clip_norm": 2.5, "upload_bits": 8}
-    value = value_of(**settings, server_optimizer="adam", robust_rule="krum")
+    settings = {"keep_head": True, "privacy": "local", "upload_bits": 8}
+    noise = {"privacy_clip_norm": 2.5, "privacy_noise": 1.0}
+    value = value_of(**settings, **noise, server_optimizer="adam", robust_rule="krum")
     assert len(transforms.selected_transforms(value, CONTEXT)) == 5
     names = [next(iter(selectable.settings)) for selectable in transforms.REGISTRY]
     assert names == [*settings, "server_optimizer", "robust_rule"]

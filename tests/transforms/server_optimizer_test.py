@@ -172,7 +172,7 @@ def around_fedper() -> rules.Subject:
     def make(federation: Any, settings: Any = cases.NOTHING) -> Algorithm:
         return transforms.chain(
             cases.make("fedper", federation, settings),
-            transforms.upload_noise(0.5, 0.1),
+            transforms.local_privacy(DATA, clip_norm=0.5, noise_multiplier=0.1),
             server_optimizer(DATA, builtin("adam", server_learning_rate=0.05)),
         )
 

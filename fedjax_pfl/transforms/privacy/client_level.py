@@ -1,0 +1,245 @@
+"""Differential privacy of clients: the server clips updates and adds noise once to their mean.
+
+McMahan et al., Learning Differentially Private Recurrent Language Models, 2018, with a fixed number
+K of sampled clients. With the payload p of all clients and Δ_k = upload_k − p over the whole tree:
+
+  Δ ← 1/K Σ_k Δ_k min(1, C / ‖Δ_k‖₂) + N(0, (z C / K)²),   C `clip_norm`, z `noise_multiplier`
+
+The method's `receive` gets K equal uploads p + Δ of equal weights, and neither ids nor numbers of
+examples. All that the server computes is therefore a function of Δ. An absent client has Δ_k = 0;
+K stays the divisor.
+
+Adaptive clipping (Andrew et al., Differentially Private Learning with Adaptive Clipping, 2021):
+b is the noised share of clients with ‖Δ_k‖₂ ≤ C, γ the requested quantile, and
+C ← C exp(−0.2 (b − γ)). A tenth of the budget is for b: its sum has noise z / (2 √0.1), and Δ has
+noise z C / (K √0.9) instead, so that both together are one Gaussian mechanism of multiplier z.
+
+The method must fit: one model for all clients, no rows on the server, and a server update that is
+an affine function of the uploads, such as their mean. Other methods are refused.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl.core import jaxprs, trees
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Cohort,
+    Federation,
+    PyTree,
+    State,
+)
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import FederatedData
+from fedjax_pfl.core.groups import has_groups
+from fedjax_pfl.transforms.privacy import uploads as upload_changes
+from fedjax_pfl.transforms.wrapping import RoundShapes, Transform, round_shapes
+
+_QUANTILE_SHARE = 0.1  # of the squared inverse noise multiplier
+_QUANTILE_RATE = 0.2  # the paper's learning rate of log C
+
+
+class Server(NamedTuple):
+    """Server-side state of the method, and the clipping norm if it is adaptive."""
+
+    method: PyTree  # server-side state of the method
+    clip_norm: jax.Array  # C of the next round
+
+
+def client_privacy(
+    federation: Federation,
+    data: FederatedData,
+    *,
+    clients_per_round: int,
+    clip_norm: float = math.inf,
+    noise_multiplier: float = 0.0,
+    quantile: float | None = None,
+) -> Transform:
+    """Returns a transform with differential privacy of clients towards all but the server.
+
+    `accounting.epsilon` computes ε. Do not combine it with `max_update_norm`.
+
+    Args:
+      federation: Tells the number of clients.
+      data: Examples; only their shapes matter.
+      clients_per_round: Number of clients sampled in each round, K.
+      clip_norm: Largest norm of a client's update. Infinite: no clipping, which requires no noise.
+      noise_multiplier: Standard deviation of the noise on the sum of updates, in clipping norms.
+      quantile: Share of updates below the norm at which adaptive clipping aims; the first norm is
+        `clip_norm`. None: the norm is constant.
+    """
+    is_clipped = math.isfinite(clip_norm)
+    if not is_clipped and (noise_multiplier or quantile is not None):
+        raise UsageError("noise and a quantile need a finite clip_norm; set it, such as to 1")
+    delta_share = 1.0 if quantile is None else 1.0 - _QUANTILE_SHARE
+
+    def transform(algorithm: Algorithm) -> Algorithm:
+        if reason := unsupported_reason(algorithm, data):
+            raise UsageError(f"client-level privacy is not possible here: {reason}")
+
+        def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
+            return upload_changes.accepted(payload, client, algorithm.train(payload, client, ctx))
+
+        def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
+            if not is_clipped:
+                weights = cohort.arrived.astype(jnp.float32)
+                return algorithm.receive(state, cohort._replace(weights=weights))
+            norm = state.server.clip_norm if quantile is not None else clip_norm
+            state = _method_state(state)
+            payload = algorithm.send(
+                state, ClientContext(i=0, data=None, t=cohort.t, key=cohort.key)
+            )
+            delta_key, share_key = jax.random.split(cohort.key)
+            change, is_below = _mean_change(payload, cohort, norm, clients_per_round)
+            if noise_multiplier:
+                deviation = noise_multiplier * norm / (clients_per_round * math.sqrt(delta_share))
+                change = upload_changes.add_noise(change, deviation, delta_key)
+            released = _released(payload, cohort, change, clients_per_round, federation.clients)
+            server, rows = algorithm.receive(state, released)
+            if quantile is None:
+                return server, rows
+            noise = noise_multiplier / (2 * math.sqrt(_QUANTILE_SHARE))
+            count = jnp.sum(is_below.astype(jnp.float32)) + noise * jax.random.normal(share_key)
+            step = _QUANTILE_RATE * (count / clients_per_round - quantile)
+            return Server(server, norm * jnp.exp(-step)), rows
+
+        wrapped = algorithm._replace(train=train, receive=receive)
+        return wrapped if quantile is None else _with_norm(wrapped, algorithm, clip_norm)
+
+    return transform
+
+
+def _mean_change(
+    payload: PyTree, cohort: Cohort, clip_norm: Any, clients_per_round: int
+) -> tuple[PyTree, jax.Array]:
+    """Returns the sum of the clipped changes divided by K, and which clients are below the norm.
+
+    An absent client has no change and is not below the norm.
+    """
+
+    def clipped(upload: PyTree, arrived: jax.Array) -> tuple[PyTree, jax.Array]:
+        change = trees.change(payload, upload)
+        change = trees.where(arrived, change, jax.tree.map(jnp.zeros_like, change))
+        change, norm = upload_changes.clip(change, clip_norm)
+        return change, arrived & (norm <= clip_norm)
+
+    changes, is_below = jax.vmap(clipped)(cohort.uploads, cohort.arrived)
+    return jax.tree.map(lambda leaf: jnp.sum(leaf, 0) / clients_per_round, changes), is_below
+
+
+def _released(payload: PyTree, cohort: Cohort, change: PyTree, slots: int, clients: int) -> Cohort:
+    """Returns the cohort that the method sees: equal uploads, without ids and without weights."""
+    upload = upload_changes.add_change(trees.matching_download(payload, change), change)
+    return Cohort(
+        ids=jnp.full(slots, clients, jnp.int32),
+        arrived=jnp.ones(slots, bool),
+        weights=jnp.ones(slots, jnp.float32),
+        payloads=trees.repeat(payload, slots),
+        uploads=trees.repeat(upload, slots),
+        t=cohort.t,
+        key=cohort.key,
+    )
+
+
+def _method_state(state: State) -> State:
+    """Returns the state with the method's own server part, without the clipping norm."""
+    server = state.server
+    return state._replace(server=server.method if isinstance(server, Server) else server)
+
+
+def _with_norm(wrapped: Algorithm, algorithm: Algorithm, clip_norm: float) -> Algorithm:
+    """Returns `wrapped` with the clipping norm in the server's state; `algorithm` is the method."""
+
+    def init(key: jax.Array, start: State | None = None) -> State:
+        state = algorithm.init(key, start and _method_state(start))
+        return state._replace(server=Server(state.server, jnp.float32(clip_norm)))
+
+    def send(state: State, ctx: ClientContext) -> PyTree:
+        return algorithm.send(_method_state(state), ctx)
+
+    def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:
+        return algorithm.personalize(_method_state(state), client, ctx)
+
+    def observe(state: State) -> dict[str, jax.Array]:
+        return algorithm.observe(_method_state(state)) | {"clip_norm": state.server.clip_norm}
+
+    return wrapped._replace(init=init, send=send, personalize=personalize, observe=observe)
+
+
+def unsupported_reason(algorithm: Algorithm, data: FederatedData) -> str:
+    """Returns why a method cannot have client-level privacy, or "" if it can.
+
+    Nothing is compiled. `data` are examples; only their shapes matter.
+    """
+    if has_groups(algorithm):
+        return "clients have several architectures"
+    shapes = round_shapes(algorithm, data)
+    if reason := upload_changes.not_covered_reason(jax.tree.leaves(shapes.upload)):
+        return reason
+    if jax.tree.leaves(shapes.state.rows):
+        return "the server keeps a row for each client"
+    if _send_depends_on_client(algorithm, shapes):
+        return "the download differs between clients"
+    if not _is_affine(algorithm, shapes):
+        return "the server uses uploads other than through their mean"
+    return ""
+
+
+def _send_depends_on_client(algorithm: Algorithm, shapes: RoundShapes) -> bool:
+    """Returns True if `send` reads the client's id or random key."""
+    state = shapes.state._replace(clients=())
+
+    def send(i: Any, key: Any, t: Any, server: PyTree) -> list[Any]:
+        ctx = ClientContext(i=i, data=None, t=t, key=key)
+        return jax.tree.leaves(algorithm.send(state._replace(server=server), ctx))
+
+    number, key = jax.ShapeDtypeStruct((), jnp.int32), jax.eval_shape(jax.random.key, 0)
+    program = jax.make_jaxpr(send)(number, key, number, state.server).jaxpr
+    _, is_used = jaxprs.prune(program)
+    return any(is_used[:2])
+
+
+def _is_affine(algorithm: Algorithm, shapes: RoundShapes) -> bool:
+    """Returns True if the new server state is an affine function of the uploads.
+
+    The weights are equal, so it depends on the sum of the uploads alone.
+    """
+    slots = 2
+
+    def server_of(state: State, uploads: PyTree) -> list[Any]:
+        cohort = Cohort(
+            ids=jnp.zeros(slots, jnp.int32),
+            arrived=jnp.ones(slots, bool),
+            weights=jnp.ones(slots, jnp.float32),
+            payloads=trees.repeat(
+                jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes.payload), slots
+            ),
+            uploads=uploads,
+            t=0,
+            key=jax.random.key(0),
+        )
+        leaves = jax.tree.leaves(algorithm.receive(state, cohort)[0])
+        return [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+    uploads = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct((slots, *s.shape), s.dtype), shapes.upload
+    )
+
+    def transpose(state: State) -> Any:
+        f: Callable[[PyTree], list[Any]] = lambda uploads: server_of(state, uploads)  # noqa: E731
+        results = jax.eval_shape(f, uploads)
+        return jax.linear_transpose(f, uploads)(
+            [jnp.zeros(result.shape, result.dtype) for result in results]
+        )
+
+    try:
+        jax.eval_shape(transpose, shapes.state._replace(clients=()))
+    except Exception:  # JAX raises many types for operations that are not linear
+        return False
+    return True

@@ -1,0 +1,181 @@
+"""Settings of differential privacy, and the ε that a run states."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedjax_pfl.core.algorithm import Federation
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.setting import Limits, Setting, UsedWith
+from fedjax_pfl.transforms.privacy import accounting
+from fedjax_pfl.transforms.privacy.accounting import Sampling
+from fedjax_pfl.transforms.privacy.client_level import client_privacy
+from fedjax_pfl.transforms.privacy.local_level import local_privacy
+from fedjax_pfl.transforms.wrapping import Selectable, Statement, Transform, TransformContext
+
+_LEVELS = ("client", "local")
+
+
+class Guarantee(NamedTuple):
+    """Differential privacy of a run."""
+
+    level: str  # value of the setting `privacy`
+    sampling: Sampling
+    clip_norm: float  # infinite: no clipping
+    noise_multiplier: float  # 0: no guarantee
+    delta: float
+
+    def epsilon(self, rounds: int) -> float:
+        """Returns ε after a number of rounds; infinite without noise."""
+        return accounting.epsilon(self.sampling, self.noise_multiplier, self.delta, rounds)
+
+
+def guarantee(value_of: Callable[[str], Any], federation: Federation) -> Guarantee | None:
+    """Returns the guarantee that the settings request, or None if the setting `privacy` is none.
+
+    `value_of` returns the value of a setting by its name.
+    """
+    level, clip_norm = value_of("privacy"), value_of("privacy_clip_norm")
+    if level == "none":
+        return None
+    noise, target = value_of("privacy_noise"), value_of("privacy_epsilon")
+    delta = value_of("privacy_delta")
+    if (noise is None) == (target is None):
+        raise UsageError(
+            "privacy needs exactly one of privacy_noise and privacy_epsilon; set one, such as "
+            "privacy_epsilon=8"
+        )
+    if clip_norm is None and (noise != 0 or level == "local"):
+        raise UsageError("privacy_clip_norm is unset, and noise needs it; set it, such as to 1")
+    if value_of("max_update_norm") is not None:
+        raise UsageError(
+            "max_update_norm rejects an update by its data, which privacy does not cover; leave it "
+            "out"
+        )
+    if level == "client" and (value_of("robust_rule") != "mean" or value_of("robust_mixing")):
+        raise UsageError(
+            "privacy=client needs the mean of the uploads; leave robust_rule and robust_mixing out"
+        )
+    sampling = _sampling(value_of, federation)
+    if delta >= 1 / sampling.population:
+        raise UsageError(
+            f"privacy_delta is {delta:g}, and with {sampling.population} clients it must be below "
+            f"{1 / sampling.population:g}"
+        )
+    if target is not None:
+        noise = accounting.noise_multiplier(sampling, target, delta, value_of("rounds"))
+    return Guarantee(
+        level=level,
+        sampling=sampling,
+        clip_norm=math.inf if clip_norm is None else clip_norm,
+        noise_multiplier=noise,
+        delta=delta,
+    )
+
+
+def _sampling(value_of: Callable[[str], Any], federation: Federation) -> Sampling:
+    """Returns how often a round uses a client's data."""
+    active = int(np.sum(federation.active))
+    cohort = value_of("clients_per_round") or active
+    # The server knows who takes part, so sampling hides nothing from it.
+    is_local = value_of("privacy") == "local"
+    return Sampling(sampled=active if is_local else cohort, population=active)
+
+
+def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transform | None:
+    """Returns the transform, or None if the setting privacy is none.
+
+    `value_of` returns the value of a setting by its name.
+    """
+    requested = guarantee(value_of, context.federation)
+    if requested is None:
+        return None
+    if requested.level == "local":
+        return local_privacy(
+            context.data,
+            clip_norm=requested.clip_norm,
+            noise_multiplier=requested.noise_multiplier,
+        )
+    return client_privacy(
+        context.federation,
+        context.data,
+        clients_per_round=requested.sampling.sampled,
+        clip_norm=requested.clip_norm,
+        noise_multiplier=requested.noise_multiplier,
+        quantile=value_of("privacy_quantile"),
+    )
+
+
+def _state(value_of: Callable[[str], Any], federation: Federation) -> Statement | None:
+    """Returns the line and the numbers with which a run states ε; None without privacy."""
+    requested = guarantee(value_of, federation)
+    if requested is None:
+        return None
+    rounds, delta = value_of("rounds"), requested.delta
+    if requested.noise_multiplier == 0:
+        line = f"privacy: {requested.level} level without noise, so there is no guarantee"
+    else:
+        line = (
+            f"privacy: {requested.level} level, epsilon = {requested.epsilon(rounds):.4g} at delta "
+            f"= {delta:g} after {rounds} rounds (replace-one); noise multiplier "
+            f"{requested.noise_multiplier:.4g}"
+        )
+
+    def metrics(round: int) -> dict[str, float | None]:
+        value = requested.epsilon(round)
+        return {"epsilon": value if math.isfinite(value) else None, "delta": delta}
+
+    has_target = value_of("privacy_epsilon") is not None
+    return Statement(line, metrics, "privacy_epsilon is for all rounds" if has_target else "")
+
+
+_USED = UsedWith("privacy", _LEVELS)
+PRIVACY = Selectable(
+    "Privacy",
+    {
+        "privacy": Setting(
+            "none",
+            "Differential privacy of all data of a client: client adds noise once on the server, "
+            "local on each client; none.",
+            choices=("none", *_LEVELS),
+        ),
+        "privacy_clip_norm": Setting(
+            float,
+            "Largest norm of a client's update. Larger updates are scaled down. Unset: unlimited, "
+            "without noise only.",
+            limits=Limits(above=0),
+            used_with=_USED,
+        ),
+        "privacy_noise": Setting(
+            float,
+            "Standard deviation of the noise on the sum of updates, or on each upload if local, "
+            "as a multiple of privacy_clip_norm.",
+            limits=Limits(low=0),
+            used_with=_USED,
+        ),
+        "privacy_epsilon": Setting(
+            float,
+            "Target epsilon after all rounds, from which the noise is computed, instead of "
+            "privacy_noise.",
+            limits=Limits(above=0),
+            used_with=_USED,
+        ),
+        "privacy_delta": Setting(
+            1e-5,
+            "Delta of the guarantee.",
+            limits=Limits(above=0, below=1),
+            used_with=_USED,
+        ),
+        "privacy_quantile": Setting(
+            float,
+            "Share of updates to keep below the norm: adapts privacy_clip_norm, its first value. "
+            "Unset: constant.",
+            limits=Limits(above=0, below=1),
+            used_with=UsedWith("privacy", ("client",)),
+        ),
+    },
+    _make,
+    _state,
+)

@@ -1,0 +1,43 @@
+"""Tests of whole runs with privacy: the stated ε, resuming, and an empirical lower bound."""
+
+import pytest
+
+from fedjax_pfl.runs import checkpoints, runner
+from fedjax_pfl.transforms.privacy.accounting import Sampling, epsilon
+from tests.runs import common
+
+CLIENT = {
+    **common.BASE,
+    "privacy": "client",
+    "privacy_clip_norm": 0.5,
+    "privacy_epsilon": 20.0,
+    "privacy_quantile": 0.5,
+}
+
+
+def test_epsilon_is_stated_before_the_run_and_at_every_evaluation(tmp_path):
+    lines: list[str] = []
+    result = runner.run_all(CLIENT, tmp_path / "run", tell=lines.append)[""]
+    (stated,) = [line for line in lines if line.startswith("privacy: client level, epsilon = ")]
+    noise = float(stated.rpartition(" ")[2])
+    for line in result.metrics:
+        expected = epsilon(Sampling(2, 3), noise, 1e-5, line["round"])
+        assert line["epsilon"] == pytest.approx(expected, rel=1e-3)
+        assert line["delta"] == 1e-5
+    assert 19.9 < result.metrics[-1]["epsilon"] <= 20
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert "ε = 20" in report
+    with common.kill(checkpoints.Store, "save", common.at_step(3), after=True):
+        runner.run(CLIENT, tmp_path / "stopped")
+    resumed = runner.run(CLIENT, tmp_path / "stopped")
+    assert resumed.resumed_at == 3
+    common.assert_same_run(resumed, result)
+
+
+def test_a_run_without_noise_states_no_guarantee():
+    lines: list[str] = []
+    changes = {"privacy": "local", "privacy_clip_norm": 1.0, "privacy_noise": 0.0}
+    config = {**common.BASE, **changes, "rounds": 2}
+    result = runner.run_all(config, tell=lines.append)[""]
+    assert any("so there is no guarantee" in line for line in lines)
+    assert result.metrics[-1]["epsilon"] is None
