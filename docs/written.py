@@ -22,14 +22,17 @@ from experiments import agree, benchmark
 from experiments.libraries import layouts, rivals, scored
 from experiments.papers import agreement
 from experiments.papers.tables import TABLES
-from fedjax_pfl.algorithms import METHODS
+from fedjax_pfl.algorithms import METHODS, Method
 from fedjax_pfl.core.algorithm import Algorithm
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.example_noise import ExampleNoise
+from fedjax_pfl.networks import MLP
 from fedjax_pfl.report import leaderboard as board
 from fedjax_pfl.report import text_tables
 from fedjax_pfl.settings import configuration, listing
 from fedjax_pfl.testing import example
-from fedjax_pfl.transforms.privacy import client_level, local_level
-from fedjax_pfl.transforms.wrapping import RoundShapes, round_shapes
+from fedjax_pfl.transforms.privacy import client_level, example_level, local_level
+from fedjax_pfl.transforms.wrapping import round_shapes
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "experiments" / "results"
@@ -124,31 +127,51 @@ def list_kind(name: str) -> str:
     return f"```text\n{listing.listing(name)}\n```"
 
 
-def _tiny_methods() -> Iterator[tuple[str, Algorithm, RoundShapes]]:
-    """Yields (title, method on a tiny network, shapes of its round) of every method."""
-    data, federation = example.vectors()
+def _tiny_methods() -> Iterator[tuple[Method, Algorithm]]:
+    """Yields every method, and its algorithm on a tiny network."""
+    _, federation = example.vectors()
     for method in METHODS.values():
-        algorithm = method.factory(example.TinyNetwork(), example.training(), federation)
-        yield method.row, algorithm, round_shapes(algorithm, data)
+        yield method, method.factory(example.TinyNetwork(), example.training(), federation)
+
+
+def _example_level_reason(method: Method) -> str:
+    """Returns why example-level privacy is not possible on a network without BatchNorm, or ""."""
+    data, federation = example.vectors()
+    training = example.training()._replace(example_noise=ExampleNoise(1.0, 1.0))
+    network = MLP(outputs=federation.outputs, hidden=(4,))
+    try:
+        algorithm = method.factory(network, training, federation)
+        return example_level.unsupported_reason(algorithm, data, training)
+    except UsageError:
+        return "batch statistics or values that are collected over steps"
 
 
 def privacy() -> str:
     """Returns which methods each level of privacy admits, and why not, as the code decides."""
     data, _ = example.vectors()
     methods: dict[tuple[str, ...], list[str]] = {}
-    for title, algorithm, _ in _tiny_methods():
-        levels = (client_level, local_level)
-        reasons = [level.unsupported_reason(algorithm, data) for level in levels]
-        key = tuple(f"no: {reason}" if reason else "yes" for reason in reasons)
-        methods.setdefault(key, []).append(title)
-    rows = [[", ".join(methods[key]), *key] for key in sorted(methods, reverse=True)]
-    return _text_table(["`client`", "`local`"], rows)
+    for method, algorithm in _tiny_methods():
+        reasons = [
+            client_level.unsupported_reason(algorithm, data),
+            _example_level_reason(method),
+            local_level.unsupported_reason(algorithm, data),
+        ]
+        methods.setdefault(tuple(reasons), []).append(method.row)
+    letters = {reason: chr(97 + i) for i, reason in enumerate(sorted({*sum(methods, ())} - {""}))}
+    rows = [
+        [", ".join(methods[key]), *(f"no ({letters[r]})" if r else "yes" for r in key)]
+        for key in sorted(methods)
+    ]
+    legend = "; ".join(f"({letter}) {reason}" for reason, letter in letters.items())
+    return f"{_text_table(['`client`', '`example`', '`local`'], rows)}\n\n{legend}."
 
 
 def released() -> str:
     """Returns what methods upload besides a model, and what the server keeps for each client."""
     rows = []
-    for title, _, shapes in _tiny_methods():
+    data, _ = example.vectors()
+    for method, algorithm in _tiny_methods():
+        shapes = round_shapes(algorithm, data)
         upload, stored = shapes.upload, shapes.state.rows
         uploads = sorted(set(upload) - {"params", "batch_stats"}) if upload else []
         names: Sequence[str] = ()
@@ -156,7 +179,7 @@ def released() -> str:
             names = getattr(stored, "_fields", list(stored) if isinstance(stored, dict) else ["id"])
         if uploads or names:
             cells = (", ".join(f"`{name}`" for name in part) or "–" for part in (uploads, names))
-            rows.append([title, *cells])
+            rows.append([method.row, *cells])
     return _text_table(["uploaded besides a model", "kept by the server for each client"], rows)
 
 

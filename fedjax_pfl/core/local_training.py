@@ -15,6 +15,12 @@ from fedjax_pfl.core import batches, optimizers, scores
 from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.arguments import check_arguments
 from fedjax_pfl.core.errors import UsageError, require_at_least
+from fedjax_pfl.core.example_noise import (
+    ExampleNoise,
+    fit_without_examples,
+    noised_gradient,
+    recorded_fits,
+)
 from fedjax_pfl.core.examples import Batch, ClientData, Split, take
 from fedjax_pfl.core.task import Task
 
@@ -39,6 +45,7 @@ class Training(NamedTuple):
     drop_last: bool  # drop the last batch of an epoch if it is short
     keep_optimizer: bool  # keep the optimiser's state on the client between rounds
     step_schedule: Callable[[Any, Any], Any] | None = None
+    example_noise: ExampleNoise | None = None  # clipping and noise of single examples' gradients
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
@@ -284,6 +291,10 @@ def fit(
       params, non_params, the optimiser's state, () unless it is kept, and {"loss": mean training
       loss over the examples of all steps}.
     """
+    if training.example_noise is not None:
+        if recorded_fits() is not None:
+            return fit_without_examples(training, gradient, params, non_params, ctx)
+        gradient = noised_gradient(gradient, training.example_noise)
     data, split = ctx.data, ctx.data.train
     order_key, noise_key = jax.random.split(ctx.key)
     steps, next_batch = _batches(training, split, order_key)

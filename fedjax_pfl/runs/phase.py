@@ -245,7 +245,7 @@ def _algorithm(inputs: PhaseInputs, conv: str, settings: Mapping[str, Any]) -> A
     parameters = inspect.signature(factory).parameters
     schedule = {"rounds": config.rounds, "first_round": inputs.begin}
     method_settings |= {name: schedule[name] for name in schedule if name in parameters}
-    training = _training(inputs, value_of)
+    training = transforms.selected_training(value_of, federation, _training(inputs, value_of))
     models = tuple(_model(inputs, group_config, conv) for group_config in inputs.group_configs)
 
     def group_federation(g: int) -> Federation:
@@ -277,6 +277,7 @@ def _algorithm(inputs: PhaseInputs, conv: str, settings: Mapping[str, Any]) -> A
         federation=federation,
         data=one_example,
         registry=inputs.registry._asdict(),
+        training=training,
     )
     return transforms.chain(algorithm, *transforms.selected_transforms(value_of, context))
 

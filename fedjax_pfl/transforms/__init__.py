@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from fedjax_pfl.core.algorithm import Federation
+from fedjax_pfl.core.local_training import Training
 from fedjax_pfl.core.setting import Setting
 from fedjax_pfl.transforms.compression import COMPRESSION, compression
-from fedjax_pfl.transforms.privacy import PRIVACY, client_privacy, local_privacy
+from fedjax_pfl.transforms.privacy import PRIVACY, client_privacy, example_privacy, local_privacy
 from fedjax_pfl.transforms.private_layers import KEEP_HEAD, private_layers
 from fedjax_pfl.transforms.robust import ROBUST, robust
 from fedjax_pfl.transforms.server_optimizer import (
@@ -42,9 +43,11 @@ __all__ = [
     "chain",
     "client_privacy",
     "compression",
+    "example_privacy",
     "local_privacy",
     "private_layers",
     "robust",
+    "selected_training",
     "selected_transforms",
     "server_optimizer",
     "statements",
@@ -71,3 +74,15 @@ def statements(value_of: Callable[[str], Any], federation: Federation) -> list[S
     """
     stated = (selectable.state(value_of, federation) for selectable in REGISTRY)
     return [statement for statement in stated if statement is not None]
+
+
+def selected_training(
+    value_of: Callable[[str], Any], federation: Federation, training: Training
+) -> Training:
+    """Returns local training as the selected transforms change it, before a method is made.
+
+    `value_of` returns the value of a setting by its name.
+    """
+    for selectable in REGISTRY:
+        training = selectable.train(value_of, federation, training)
+    return training

@@ -18,6 +18,7 @@ from fedjax_pfl.core.groups import (
     unwrap_clients,
     wrap_clients,
 )
+from fedjax_pfl.core.local_training import Training
 from fedjax_pfl.core.setting import Setting
 
 Transform = Callable[[Algorithm], Algorithm]
@@ -33,6 +34,7 @@ class TransformContext(NamedTuple):
     federation: Federation
     data: FederatedData  # only its shapes matter
     registry: Mapping[str, Mapping[str, Any]]
+    training: Training | None = None  # local training that the method was made from
 
 
 class Statement(NamedTuple):
@@ -47,6 +49,12 @@ def _no_statement(value_of: Callable[[str], Any], federation: Federation) -> Sta
     return None
 
 
+def _same_training(
+    value_of: Callable[[str], Any], federation: Federation, training: Training
+) -> Training:
+    return training
+
+
 class Selectable(NamedTuple):
     """A transform that settings can select.
 
@@ -54,12 +62,14 @@ class Selectable(NamedTuple):
 
     make   (value_of, context) -> the transform, or None if the settings do not select it.
     state  (value_of, federation) -> what a run states about it, or None.
+    train  (value_of, federation, training) -> the local training that the method is made from.
     """
 
     title: str  # heading under which its settings are listed
     settings: Mapping[str, Setting]  # its settings, by name
     make: Callable[[Callable[[str], Any], TransformContext], Transform | None]
     state: Callable[[Callable[[str], Any], Federation], Statement | None] = _no_statement
+    train: Callable[[Callable[[str], Any], Federation, Training], Training] = _same_training
 
 
 class RoundShapes(NamedTuple):

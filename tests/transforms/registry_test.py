@@ -7,6 +7,7 @@ import jax
 from fedjax_pfl import transforms
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.general import SETTING_GROUPS, SETTINGS
+from fedjax_pfl.testing import example
 from tests import documents, tiny
 from tests.transforms.privacy.local_level_test import UP, scripted
 
@@ -14,7 +15,11 @@ DATA, FEDERATION = tiny.federated()
 
 
 CONTEXT = transforms.TransformContext(
-    model=tiny.Net(), federation=FEDERATION, data=DATA, registry=configuration.BUILTINS._asdict()
+    model=tiny.Net(),
+    federation=FEDERATION,
+    data=DATA,
+    registry=configuration.BUILTINS._asdict(),
+    training=example.training(),
 )
 
 

@@ -1,7 +1,8 @@
 """Differential privacy around any method that admits it."""
 
 from fedjax_pfl.transforms.privacy.client_level import client_privacy
+from fedjax_pfl.transforms.privacy.example_level import example_privacy
 from fedjax_pfl.transforms.privacy.local_level import local_privacy
 from fedjax_pfl.transforms.privacy.settings import PRIVACY
 
-__all__ = ["PRIVACY", "client_privacy", "local_privacy"]
+__all__ = ["PRIVACY", "client_privacy", "example_privacy", "local_privacy"]

@@ -8,14 +8,17 @@ import numpy as np
 
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.example_noise import ExampleNoise
+from fedjax_pfl.core.local_training import Training
 from fedjax_pfl.core.setting import Limits, Setting, UsedWith
 from fedjax_pfl.transforms.privacy import accounting
 from fedjax_pfl.transforms.privacy.accounting import Sampling
 from fedjax_pfl.transforms.privacy.client_level import client_privacy
+from fedjax_pfl.transforms.privacy.example_level import example_privacy
 from fedjax_pfl.transforms.privacy.local_level import local_privacy
 from fedjax_pfl.transforms.wrapping import Selectable, Statement, Transform, TransformContext
 
-_LEVELS = ("client", "local")
+_LEVELS = ("client", "example", "local")
 
 
 class Guarantee(NamedTuple):
@@ -47,7 +50,7 @@ def guarantee(value_of: Callable[[str], Any], federation: Federation) -> Guarant
             "privacy needs exactly one of privacy_noise and privacy_epsilon; set one, such as "
             "privacy_epsilon=8"
         )
-    if clip_norm is None and (noise != 0 or level == "local"):
+    if clip_norm is None and (noise != 0 or level != "client"):
         raise UsageError("privacy_clip_norm is unset, and noise needs it; set it, such as to 1")
     if value_of("max_update_norm") is not None:
         raise UsageError(
@@ -59,10 +62,13 @@ def guarantee(value_of: Callable[[str], Any], federation: Federation) -> Guarant
             "privacy=client needs the mean of the uploads; leave robust_rule and robust_mixing out"
         )
     sampling = _sampling(value_of, federation)
-    if delta >= 1 / sampling.population:
+    active = federation.active
+    records = int(np.max(federation.counts[active]) if level == "example" else np.sum(active))
+    if delta >= 1 / records:
+        unit = "examples of a client" if level == "example" else "clients"
         raise UsageError(
-            f"privacy_delta is {delta:g}, and with {sampling.population} clients it must be below "
-            f"{1 / sampling.population:g}"
+            f"privacy_delta is {delta:g}, and with {records} {unit} it must be below "
+            f"{1 / records:g}"
         )
     if target is not None:
         noise = accounting.noise_multiplier(sampling, target, delta, value_of("rounds"))
@@ -76,12 +82,21 @@ def guarantee(value_of: Callable[[str], Any], federation: Federation) -> Guarant
 
 
 def _sampling(value_of: Callable[[str], Any], federation: Federation) -> Sampling:
-    """Returns how often a round uses a client's data."""
-    active = int(np.sum(federation.active))
-    cohort = value_of("clients_per_round") or active
-    # The server knows who takes part, so sampling hides nothing from it.
-    is_local = value_of("privacy") == "local"
-    return Sampling(sampled=active if is_local else cohort, population=active)
+    """Returns how often a round uses a client's data or, at the example level, an example.
+
+    A server knows who takes part, so local and example privacy count every client in every round.
+    An epoch uses each example once, and its order is no sample. A step samples a batch.
+    """
+    level, active = value_of("privacy"), int(np.sum(federation.active))
+    if level == "client":
+        return Sampling(sampled=value_of("clients_per_round") or active, population=active)
+    steps = value_of("local_steps")
+    if level == "local" or steps is None:
+        uses = 1 if level == "local" else value_of("local_epochs") or 1
+        return Sampling(sampled=active, population=active, uses=uses)
+    counts = federation.counts[federation.active]
+    fewest = int(np.min(counts[counts > 0], initial=np.max(counts, initial=1)))
+    return Sampling(sampled=min(value_of("batch_size"), fewest), population=fewest, uses=steps)
 
 
 def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transform | None:
@@ -92,6 +107,9 @@ def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transfor
     requested = guarantee(value_of, context.federation)
     if requested is None:
         return None
+    if requested.level == "example":
+        assert context.training is not None
+        return example_privacy(context.data, context.training)
     if requested.level == "local":
         return local_privacy(
             context.data,
@@ -106,6 +124,16 @@ def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transfor
         noise_multiplier=requested.noise_multiplier,
         quantile=value_of("privacy_quantile"),
     )
+
+
+def _train(value_of: Callable[[str], Any], federation: Federation, training: Training) -> Training:
+    """Returns local training, with noise on gradients at the example level."""
+    if value_of("privacy") != "example":
+        return training
+    requested = guarantee(value_of, federation)
+    assert requested is not None
+    noise = ExampleNoise(requested.clip_norm, requested.noise_multiplier)
+    return training._replace(example_noise=noise)
 
 
 def _state(value_of: Callable[[str], Any], federation: Federation) -> Statement | None:
@@ -137,21 +165,22 @@ PRIVACY = Selectable(
     {
         "privacy": Setting(
             "none",
-            "Differential privacy of all data of a client: client adds noise once on the server, "
-            "local on each client; none.",
+            "Differential privacy. client: all data of a client, with noise once on the server. "
+            "local: the same, with noise on each client. example: a client's single examples, with "
+            "noise on gradients. none.",
             choices=("none", *_LEVELS),
         ),
         "privacy_clip_norm": Setting(
             float,
-            "Largest norm of a client's update. Larger updates are scaled down. Unset: unlimited, "
-            "without noise only.",
+            "Largest norm of a client's update, or of an example's gradient. Larger ones are "
+            "scaled down. Unset: unlimited, for client without noise only.",
             limits=Limits(above=0),
             used_with=_USED,
         ),
         "privacy_noise": Setting(
             float,
-            "Standard deviation of the noise on the sum of updates, or on each upload if local, "
-            "as a multiple of privacy_clip_norm.",
+            "Standard deviation of the noise on the sum of updates or of a batch's gradients, or "
+            "on each upload if local, as a multiple of privacy_clip_norm.",
             limits=Limits(low=0),
             used_with=_USED,
         ),
@@ -178,4 +207,5 @@ PRIVACY = Selectable(
     },
     _make,
     _state,
+    _train,
 )
