@@ -1,4 +1,4 @@
-"""A trial over Flower with a hostile server."""
+"""Trials over Flower with a hostile node and with a hostile server."""
 
 import json
 import shutil
@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from fedjax_pfl.deploy import assembly, guard, schema, wire
+from fedjax_pfl.deploy import assembly, guard, run, schema, storage, wire
 from tests.deploy.hostile_server_test import RUN, SETTINGS, planted_values, request, write_table
 from tests.deploy.run_test import CONFIG
+from tests.runs.common import read_metrics
 
 pytest.importorskip(
     "flwr", reason="Flower is not installed; pip install -e '.[dev]' brings it, as CI does"
@@ -16,7 +17,53 @@ pytest.importorskip(
 
 ROOT = Path(__file__).parents[2]
 TWO_CLIENTS = {**CONFIG, "clients": 2, "clients_per_round": 2, "rounds": 2, "evaluate_after": False}
-TWO_CLIENTS |= {"dataset": "digits", "partition": "iid"}
+
+
+def run_trial(tmp_path, monkeypatch, config, data=()):
+    """Runs a trial in `tmp_path`; returns its log lines."""
+    from fedjax_pfl.deploy import trial
+
+    monkeypatch.chdir(ROOT)
+    settings, registry = assembly.complete(config)
+    log_lines = []
+    waiting = {"seconds": 600, "min_answers": 1}
+    config = assembly.to_plain(settings, registry)
+    trial.run(config, tmp_path / "run", tmp_path / "nodes", waiting, log_lines.append, data)
+    assert guard.running_processes(tmp_path / "nodes" / "flwr") == []
+    return log_lines
+
+
+@pytest.mark.slow("a SuperLink and two nodes take minutes")
+def test_a_hostile_node_does_not_affect_the_other(tmp_path, monkeypatch):
+    """Client 1 sends wrong responses at each step; only client 0 counts."""
+    from fedjax_pfl.deploy import trial
+
+    start = trial._Processes.start
+
+    def instead(self, name, *arguments):
+        if name == "worker-1":
+            arguments = tuple(
+                "tests.deploy.hostile_worker" if "worker" in str(w) else w for w in arguments
+            )
+        start(self, name, *arguments)
+
+    monkeypatch.setattr(trial._Processes, "start", instead)
+    log_lines = run_trial(tmp_path, monkeypatch, TWO_CLIENTS)
+    expected = [
+        "client 1 cannot enrol: it has refused: sorry\\nThe run has ended: /srv\\nerror: gone\\x1b",
+        "client 1 cannot enrol: message.described",
+        "evaluate, round 1: client 1: its accuracy in before is not from",
+        "evaluate, round 2: client 1: its accuracy in before is not from",
+    ]
+    for line in expected:
+        assert any(logged.startswith(line) for logged in log_lines), (line, log_lines)
+    assert not any("Traceback" in line or "\n" in line for line in log_lines)
+    metrics = read_metrics(tmp_path / "run")
+    assert [line["before"]["clients"] for line in metrics] == [1, 1]
+    assert [line["rejected"] for line in metrics] == [1, 2]
+    start_record = storage.read_json(tmp_path / "run" / run.DEPLOYED_FILE, schema.DEPLOYED)
+    assert len(start_record["federation"]["counts"]) == 2
+    assert (tmp_path / "run" / "report.html").is_file()
 
 
 HOSTILE = """
@@ -75,11 +122,8 @@ def test_a_hostile_server_gets_no_data(tmp_path, monkeypatch):
     ]
     for number, content in enumerate(attacks):
         (tmp_path / f"attack-{number:02d}").write_bytes(content)
-    monkeypatch.chdir(ROOT)
-    config = assembly.to_plain(*assembly.complete(TWO_CLIENTS))
-    folders, waiting = (tmp_path / "run", tmp_path / "nodes"), {"seconds": 600, "min_answers": 1}
-    trial.run(config, *folders, waiting, print, [str(path) for path in files])
-    assert guard.running_processes(tmp_path / "nodes" / "flwr") == []
+    config = {**TWO_CLIENTS, "dataset": "digits", "partition": "iid"}
+    run_trial(tmp_path, monkeypatch, config, [str(path) for path in files])
     responses = {path.name: path.read_bytes() for path in tmp_path.glob("answer-*")}
     assert len(responses) == 2 * len(attacks)
     kinds = {name: wire.decode(content, 10_000, schema.RESPONSE).facts["kind"]
