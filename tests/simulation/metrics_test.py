@@ -91,7 +91,9 @@ class Recorder:
             inputs=SimpleNamespace(evaluated=None),
         )
         federation = SimpleNamespace(task=task)
-        self.experiment = SimpleNamespace(phases=[phase, phase], federation=federation)
+        self.experiment = SimpleNamespace(
+            phases=[phase, phase], federation=federation, statements=()
+        )
         at = run_state.Position(ledger=ledger.empty(clients))
         self.run = run_state.SweepRun("", None, {}, at=at)
 
