@@ -76,31 +76,35 @@ def fedamp(
     active = jnp.asarray(federation.active)
     base = local(model, training, federation)
 
-    def pair_sums(rows: PyTree, i: Any, *functions: Any) -> list[jax.Array]:
-        """Returns, for each elementwise f, the sums over all parameters of f(θ_j, θ_i), [N].
+    def products(rows: PyTree, i: Any, origin: PyTree) -> tuple[jax.Array, jax.Array]:
+        """Returns ‖θ_j − o‖² and ⟨θ_j − o, θ_i − o⟩ for every client j, [N] each.
 
-        `rows` are the parameters θ_j of all clients, stacked; `i` is a client id.
+        `rows` are the parameters θ_j of all clients, stacked; `origin` are the parameters o.
         """
-        theta_i = jax.tree.leaves(trees.row(rows, i))
+        of_i = jax.tree.map(jnp.subtract, trees.row(rows, i), origin)
 
-        def sums(row: PyTree) -> list[jax.Array]:
-            leaves = list(zip(jax.tree.leaves(row), theta_i, strict=True))
-            return [jnp.sum(jnp.stack([jnp.sum(f(a, b)) for a, b in leaves])) for f in functions]
+        def of_row(row: PyTree) -> tuple[jax.Array, jax.Array]:
+            row = jax.tree.map(jnp.subtract, row, origin)
+            dots = jax.tree.map(lambda a, b: jnp.vdot(a, b, precision="highest"), row, of_i)
+            return trees.squared_norm(row), jnp.sum(jnp.stack(jax.tree.leaves(dots)))
 
-        return offload.map_clients(sums, rows)
+        return offload.map_clients(of_row, rows)
 
     def weights(rows: PyTree, i: Any) -> jax.Array:
         """Returns the weights in client i's mixture of all clients' models, `rows`, [N]."""
         is_other = active.at[i].set(False)
+        first = trees.row(rows, 0)
         if attention == "cosine":
-            squares, dots = pair_sums(rows, i, lambda a, _: jnp.square(a), jnp.multiply)
+            squares, dots = products(rows, i, jax.tree.map(jnp.zeros_like, first))
             lengths = jnp.sqrt(squares)
             cosine = dots / jnp.maximum(lengths * lengths[i], 1e-12)
             xi = jax.nn.softmax(jnp.where(is_other, sigma * cosine, -jnp.inf))
             xi = (1 - self_weight) * xi
         else:
-            (squares,) = pair_sums(rows, i, lambda a, b: jnp.square(a - b))
-            xi = jnp.where(is_other, alpha / sigma * jnp.exp(-squares / sigma), 0.0)
+            # Distances of models from one of them are short, so the difference loses few digits.
+            squares, dots = products(rows, i, first)
+            squared_distance = jnp.maximum(squares + squares[i] - 2 * dots, 0.0)
+            xi = jnp.where(is_other, alpha / sigma * jnp.exp(-squared_distance / sigma), 0.0)
             xi = xi / jnp.maximum(jnp.sum(xi), 1.0)
         return xi.at[i].set(1 - jnp.sum(xi))
 
@@ -129,7 +133,7 @@ def fedamp(
 
     def observe(state: State) -> dict[str, jax.Array]:
         clients = jnp.arange(federation.clients)
-        return {"xi": jax.lax.map(lambda i: weights(state.rows, i), clients)}
+        return {"xi": jax.lax.map(lambda i: weights(state.rows, i), clients, batch_size=128)}
 
     return base._replace(
         init=init, send=send, train=train, receive=receive, observe=observe, offload=("params",)

@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.core import trees
+from fedjax_pfl.core import offload, trees
 from fedjax_pfl.core.examples import ClientData
 from fedjax_pfl.core.task import Task, classification
 
 PyTree = Any
+_BLOCK = 32  # clients whose rows are computed at a time
+_NOBODY = np.iinfo(np.int32).max  # an id out of range
 
 
 class State(NamedTuple):
@@ -82,6 +84,35 @@ class Cohort(NamedTuple):
         # A loop of one step: XLA writes in place only inside loops, and would otherwise copy the
         # rows of all clients if `values` were computed from them.
         return jax.lax.fori_loop(0, self.arrived.any().astype(jnp.int32), write, rows)
+
+    def update(self, rows: PyTree, f: Callable[..., PyTree], *inputs: PyTree) -> PyTree:
+        """Returns `rows` [N, ...] with f(row, *inputs) for the clients that arrived.
+
+        Like `put`, without the new rows of all clients in memory: it computes a block of clients at
+        a time. `f` is written for one client; `inputs` are trees with leaves [K, ...].
+        """
+        count = len(self.ids)
+        step = min(count, _BLOCK)
+
+        def update_block(b: Any, all_rows: PyTree) -> PyTree:
+            start = jnp.minimum(b * step, count - step)  # the last block overlaps the one before
+            ids, *block = jax.tree.map(
+                lambda a: jax.lax.dynamic_slice_in_dim(a, start, step), (self.ids, *inputs)
+            )
+            is_new = start + jnp.arange(step) >= b * step
+            old = trees.row(all_rows, ids)
+            new = jax.vmap(f)(old, *block)
+            return trees.put(all_rows, jnp.where(is_new, ids, _NOBODY), new)
+
+        if offload.offloaded_leaves(rows):
+            new = jax.lax.map(
+                lambda args: f(trees.row(rows, args[0]), *args[1:]),
+                (self.ids, *inputs),
+                batch_size=step,
+            )
+            return self.put(rows, new)
+        blocks = jnp.where(self.arrived.any(), -(-count // step), 0)
+        return jax.lax.fori_loop(0, blocks, update_block, rows)
 
     def present(self, tree: PyTree) -> PyTree:
         """Returns a tree, leaves [K, ...], with zeros in the slots of absent clients."""

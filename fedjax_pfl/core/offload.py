@@ -1,7 +1,8 @@
 """Server-side rows of clients that may be stored off the device, and how methods read them.
 
 A method lists parts of its rows in `Algorithm.offload`. It reads these parts only through
-`take_rows`, `weighted_sum` and `map_clients`, and writes them only through `Cohort.put`. For
+`take_rows`, `weighted_sum` and `map_clients`, and writes them only through `Cohort.put` and
+`Cohort.update`. For
 arrays on the device the three are plain array operations. For parts stored on the host or on disk,
 the leaves are `Offloaded`: the program requests the rows that it needs, all rows block by block.
 """

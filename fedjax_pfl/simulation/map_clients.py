@@ -1,5 +1,10 @@
-"""Maps a function over clients: sharded over devices, in chunks, vmapped within a chunk."""
+"""Maps a function over clients: sharded over devices, in chunks, vmapped within a chunk.
 
+Values that are computed from the rows of all clients, such as mixtures of models, are computed for
+a larger block of clients at once, so that a block reads the rows once.
+"""
+
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -13,30 +18,42 @@ from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import PyTree
 
 Work = Callable[[PyTree, PyTree], PyTree]  # (shared, item) -> result
+# Largest block, in clients and in bytes of what they read: more do not make products faster.
+_BLOCK_CLIENTS = 128
+_BLOCK_BYTES = 1 << 25
 
 
 class Layout(NamedTuple):
-    """Layout of items: on each device, `chunks` chunks of `width` items, in sequence."""
+    """Layout of items: on each device, blocks of `chunks` chunks of `width` items, in sequence."""
 
     devices: int  # number of devices
-    chunks: int  # number of chunks on each device
+    blocks: int  # number of blocks on each device
+    chunks: int  # number of chunks in a block
     width: int  # number of items in a chunk, which are vmapped together
+
+    @property
+    def per_block(self) -> int:
+        """Returns the number of items in a block of one device."""
+        return self.chunks * self.width
 
     @property
     def per_device(self) -> int:
         """Returns the number of items on each device."""
-        return self.chunks * self.width
+        return self.blocks * self.per_block
 
 
-def layout(n: int, chunk: int, mesh: Mesh | None) -> Layout:
+def layout(n: int, chunk: int, mesh: Mesh | None, block: int | None = None) -> Layout:
     """Returns a layout for at least n items on a mesh, or on one device if the mesh is None.
 
-    All chunks have the same width, at most `chunk`.
+    All chunks have the same width, at most `chunk`, and all blocks the same number of chunks: at
+    most `block` items, or one chunk. Without `block` there is one block.
     """
     devices = mesh.size if mesh else 1
     per_device = -(-n // devices)
     chunks = -(-per_device // max(1, min(chunk, per_device)))
-    return Layout(devices, chunks, -(-per_device // chunks))
+    width = -(-per_device // chunks)
+    blocks = 1 if block is None else -(-chunks // max(1, block // width))
+    return Layout(devices, blocks, -(-chunks // blocks), width)
 
 
 def map_clients(
@@ -46,7 +63,11 @@ def map_clients(
     use: jax.Array,
     chunk: int,
     mesh: Mesh | None,
-    before: Callable[[PyTree], PyTree] | None = None,
+    before: Work | None = None,
+    read: PyTree = (),
+    *,
+    block: int = _BLOCK_CLIENTS,
+    is_spread: bool = False,
 ) -> PyTree:
     """Computes f(shared, item) for every item. Returns the results stacked on axis 0, [n, ...].
 
@@ -57,39 +78,50 @@ def map_clients(
       use: bool [n]. Chunks without a used item are not computed; their results are zero.
       chunk: Number of clients that are vmapped together; 1 maps without vmap.
       mesh: Devices over which the items are spread; None: one device.
-      before: Function of an item that reads arrays spread over the mesh. XLA computes it first;
-        then each device computes f(shared, (item, before(item))) of its items. Default: f gets the
-        item alone.
+      before: Function of `read` and one item, vmapped over a block of clients, which can be many
+        chunks. The result is f(shared, (item, before(read, item))). Default: f gets the item alone.
+      read: Arrays that `before` reads, the same for all items.
+      block: Most clients in a block, if they are more than in a chunk.
+      is_spread: Whether `read` is spread over the mesh. Then XLA computes `before`.
     """
     f = jax.jit(f, inline=True)  # traced once, for result shapes and for the computation
-    n, shape = use.shape[0], layout(use.shape[0], chunk, mesh)
+    n = use.shape[0]
+    if before is None:
+        shape = layout(n, chunk, mesh)
+    else:
+        before = jax.jit(before, inline=True)
+        result = jax.eval_shape(before, read, trees.row(items, 0))
+        size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(result))
+        shape = layout(n, chunk, mesh, min(block, _BLOCK_BYTES // max(1, size)))
     padding = shape.devices * shape.per_device - n
     items, use = jax.tree.map(
         lambda a: jnp.pad(a, ((0, padding), *((0, 0),) * (a.ndim - 1))), (items, use)
     )
-    if before is not None and mesh is not None:
-        out = _after(before, f, shape, mesh, shared, items, use)
-        return jax.tree.map(lambda a: a[:n], out)
-    on_device = partial(_on_device, f, shape)
-    out = (_on_mesh(on_device, shape, mesh) if mesh else on_device)(shared, items, use)
+    on_device = partial(_blocks, f, before, shape)
+    if mesh is None:
+        out = on_device((shared, read), items, use)
+    elif before is not None and is_spread:
+        out = _spread_blocks(f, before, shape, mesh, (shared, read), items, use)
+    else:
+        out = _on_mesh(on_device, shape, mesh)((shared, read), items, use)
     return jax.tree.map(lambda a: a[:n], out)
 
 
 def _on_mesh(on_device: Callable[..., PyTree], shape: Layout, mesh: Mesh) -> Callable[..., PyTree]:
-    """Returns a function of (shared, items, use) whose items each device computes itself.
+    """Returns a function of (inputs, items, use) whose items each device computes itself.
 
     Its results are those of all items, on every device. `on_device` takes the same arguments, for
     the items of one device.
     """
     axis = mesh.axis_names[0]
 
-    def gathered(shared: PyTree, items: PyTree, use: jax.Array) -> PyTree:
+    def gathered(inputs: PyTree, items: PyTree, use: jax.Array) -> PyTree:
         """Computes the items of this device and gathers those of the others."""
         first = jax.lax.axis_index(axis) * shape.per_device
         part = jax.tree.map(
             lambda a: jax.lax.dynamic_slice_in_dim(a, first, shape.per_device), (items, use)
         )
-        return jax.lax.all_gather(on_device(shared, *part), axis, tiled=True)
+        return jax.lax.all_gather(on_device(inputs, *part), axis, tiled=True)
 
     # Inputs are declared as replicated: if items were declared sharded, XLA would shard what they
     # are computed from and communicate that. Replication is not checked, because random keys and
@@ -97,47 +129,66 @@ def _on_mesh(on_device: Callable[..., PyTree], shape: Layout, mesh: Mesh) -> Cal
     return jax.shard_map(gathered, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
 
 
-def _after(
-    before: Callable[[PyTree], PyTree],
+def _spread_blocks(
     f: Work,
+    before: Work,
     shape: Layout,
     mesh: Mesh,
-    shared: PyTree,
+    inputs: tuple[PyTree, PyTree],
     items: PyTree,
     use: jax.Array,
 ) -> PyTree:
-    """Computes `map_clients` with `before` for items that are padded to the layout `shape`.
+    """Like `_blocks` for the items of all devices, with arrays to read spread over the mesh.
 
-    Goes chunk by chunk over all devices, so that few results of `before` exist at a time.
+    Goes block by block over all devices, so that few results of `before` exist at a time.
     """
-    axis = mesh.axis_names[0]
+    axis, (shared, read) = mesh.axis_names[0], inputs
 
     def on_device(shared: PyTree, items: PyTree, use: jax.Array) -> PyTree:
-        return jax.lax.all_gather(_chunk(f, shape, shared, (items, use)), axis, tiled=True)
+        return jax.lax.all_gather(_chunks(f, shape, shared, (items, use)), axis, tiled=True)
 
     specs = (P(), P(axis), P(axis))
     on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
 
-    def chunk(items_use: tuple[PyTree, jax.Array]) -> PyTree:
+    def block(items_use: tuple[PyTree, jax.Array]) -> PyTree:
         items, use = items_use
-        return on_mesh(shared, (items, jax.vmap(before)(items)), use)
+        return on_mesh(shared, (items, jax.vmap(partial(before, read))(items)), use)
 
-    size = shape.devices * shape.width
-    chunks = jax.tree.map(lambda a: a.reshape(shape.chunks, size, *a.shape[1:]), (items, use))
-    out = jax.lax.map(chunk, chunks)
-    return jax.tree.map(lambda a: a.reshape(shape.chunks * size, *a.shape[2:]), out)
+    return _in_sequence(block, shape.blocks, (items, use))
 
 
-def _on_device(f: Work, shape: Layout, shared: PyTree, items: PyTree, use: jax.Array) -> PyTree:
-    """Computes f(shared, item) of the items of one device, chunk by chunk."""
-    chunk = partial(_chunk, f, shape, shared)
-    if shape.chunks == 1:
-        return chunk((items, use))
-    chunks = jax.tree.map(
-        lambda a: a.reshape(shape.chunks, shape.width, *a.shape[1:]), (items, use)
-    )
-    out = jax.lax.map(chunk, chunks)
-    return jax.tree.map(lambda a: a.reshape(shape.per_device, *a.shape[2:]), out)
+def _blocks(
+    f: Work,
+    before: Work | None,
+    shape: Layout,
+    inputs: tuple[PyTree, PyTree],
+    items: PyTree,
+    use: jax.Array,
+) -> PyTree:
+    """Computes the items of one device, block by block. `inputs` are those of f and of `before`."""
+    shared, read = inputs
+
+    def block(items_use: tuple[PyTree, jax.Array]) -> PyTree:
+        items, use = items_use
+        if before is not None:
+            items = items, jax.vmap(partial(before, read))(items)
+        return _chunks(f, shape, shared, (items, use))
+
+    return _in_sequence(block, shape.blocks, (items, use))
+
+
+def _chunks(f: Work, shape: Layout, shared: PyTree, items_use: tuple[PyTree, jax.Array]) -> PyTree:
+    """Computes f(shared, item) of the items of a block, chunk by chunk."""
+    return _in_sequence(partial(_chunk, f, shape, shared), shape.chunks, items_use)
+
+
+def _in_sequence(f: Callable[[PyTree], PyTree], parts: int, tree: PyTree) -> PyTree:
+    """Computes f of equal parts of axis 0 of a tree, one after another. Joins the results."""
+    if parts == 1:
+        return f(tree)
+    tree = jax.tree.map(lambda a: a.reshape(parts, len(a) // parts, *a.shape[1:]), tree)
+    out = jax.lax.map(f, tree)
+    return jax.tree.map(lambda a: a.reshape(parts * a.shape[1], *a.shape[2:]), out)
 
 
 def _chunk(f: Work, shape: Layout, shared: PyTree, items_use: tuple[PyTree, jax.Array]) -> PyTree:

@@ -127,5 +127,5 @@ class SharedInputs(NamedTuple):
 
     key: jax.Array  # random key of the run
     state: Any  # State without the clients; None for functions that must not read it
-    data: FederatedData  # of all clients, or of the cohort
+    data: Any  # FederatedData of all clients or of the cohort; None as for `state`
     t: Any  # index of the round

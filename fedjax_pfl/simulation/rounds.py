@@ -300,19 +300,18 @@ def _run_group(
 
     dropped = present & (jax.vmap(uniform)(ids) < spec.dropout)
     slots = Slot(i=ids, place=batch.places, present=present, dropped=dropped, client=batch.clients)
-    send, train = partial(_send, spec.members[g]), partial(_train, spec, spec.members[g])
-    if spec.is_spread and jax.tree.leaves(shared.state.rows):
-        # Payloads are computed on the devices that store the rows.
-        without_state = shared._replace(state=None)
-        outcomes = map_clients(
-            train, without_state, slots, present, spec.chunk, spec.mesh, partial(send, shared)
-        )
-    else:
-
-        def send_and_train(shared: SharedInputs, slot: Slot) -> ClientOutcome:
-            return train(shared, (slot, send(shared, slot)))
-
-        outcomes = map_clients(send_and_train, shared, slots, present, spec.chunk, spec.mesh)
+    # Payloads are computed on the devices that store the rows, for many clients at once.
+    outcomes = map_clients(
+        partial(_train, spec, spec.members[g]),
+        shared._replace(state=None),
+        slots,
+        present,
+        spec.chunk,
+        spec.mesh,
+        partial(_send, spec.members[g]),
+        shared._replace(data=None),
+        is_spread=spec.is_spread and bool(jax.tree.leaves(shared.state.rows)),
+    )
 
     arrived = present & ~dropped & outcomes.is_accepted
     safe_ids = jnp.where(arrived, ids, spec.federation.clients)

@@ -76,15 +76,15 @@ def _score_spread(
     The state in `shared` has all clients; `present` [K] is False for clients of other groups.
     """
     member, state = spec.members[g], shared.state
-    server_state = state._replace(clients=())
     has_rows = bool(jax.tree.leaves(state.rows))
 
-    def read_rows(i: jax.Array) -> tuple[PyTree, Any]:
+    def read_rows(state: State, i: jax.Array) -> tuple[PyTree, Any]:
         """Returns the client's state and, if models depend on rows, its model and payload."""
         client = trees.row(state.clients[g], i)
         if not has_rows:
             return client, None
-        return client, _served(spec, member, shared._replace(state=server_state), (i, i, client))
+        inputs = shared._replace(state=state._replace(clients=()))
+        return client, _served(spec, member, inputs, (i, i, client))
 
     def score(shared: SharedInputs, inputs: tuple[jax.Array, tuple[PyTree, Any]]) -> Evaluation:
         i, (client, served) = inputs
@@ -92,8 +92,18 @@ def _score_spread(
         served = served if has_rows else _served(spec, member, shared, item)
         return _scores(spec, member, shared, item, served)
 
-    without_rows = shared._replace(state=None if has_rows else server_state)
-    scores = map_clients(score, without_rows, ids, present, spec.chunk, spec.mesh, read_rows)
+    scores = map_clients(
+        score,
+        shared._replace(state=None if has_rows else state._replace(clients=())),
+        ids,
+        present,
+        spec.chunk,
+        spec.mesh,
+        read_rows,
+        state,
+        block=spec.chunk,  # models may be personalised by training
+        is_spread=True,
+    )
     return _zero_unless(present, scores)
 
 

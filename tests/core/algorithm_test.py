@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_pfl.core import algorithm
 from fedjax_pfl.core.algorithm import ClientContext, State
 from fedjax_pfl.core.examples import client_data
 from tests import cases, tiny
@@ -46,6 +47,18 @@ def test_put_writes_rows_of_clients_that_arrived():
     np.testing.assert_array_equal(rows[jnp.array([4, 1])], [[2, 0], [6, 4]])
     assert not rows[jnp.array([0, 2, 3, 5])].any()
     np.testing.assert_array_equal(cohort.present(UPLOADS)["w"], [[2, 0], [0, 0], [6, 4]])
+
+
+def test_update_equals_put_in_blocks(monkeypatch):
+    """Two blocks of two clients overlap; the second client of each is absent."""
+    monkeypatch.setattr(algorithm, "_BLOCK", 2)
+    rows, step = {"w": jnp.arange(12.0).reshape(6, 2)}, jnp.array([[1.0], [2.0], [4.0]])
+    updated = make_cohort([1] * 6).update(
+        rows, lambda row, x, factor: {"w": 10 * row["w"] + factor * x}, UPLOADS["w"], step
+    )
+    expected = np.array(rows["w"])
+    expected[4], expected[1] = [80 + 2, 90 + 0], [20 + 24, 30 + 16]
+    np.testing.assert_array_equal(updated["w"], expected)
 
 
 @pytest.mark.slow("a program for each of six methods")

@@ -154,17 +154,25 @@ def pfedla(
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, ServerState]:
         rows = state.rows
 
-        def updated_psi(i: jax.Array, payload: PyTree, upload: PyTree) -> PyTree:
-            """Returns psi of client i after a step along the change of its model."""
-            psi, stored = trees.row(rows.psi, i), inputs(rows, i)
+        def alpha_slopes(i: jax.Array, payload: PyTree, upload: PyTree) -> jax.Array:
+            """Returns (∂θ̄_i/∂α_i)ᵀ Δθ_i of client i, [L, N]."""
+            stored = inputs(rows, i)
             delta = jax.tree.map(jnp.subtract, upload["params"], payload["params"])
-            _, pull_back = jax.vjp(lambda psi: mix(stored.models, alpha(psi, stored), layers), psi)
-            (direction,) = pull_back(delta)
-            return optax.tree.add_scale(psi, rate, direction)
+            zeros = jnp.zeros((layers.number, columns))
+            _, pull_back = jax.vjp(lambda weights: mix(stored.models, weights, layers), zeros)
+            return pull_back(delta)[0]
 
-        psi = jax.vmap(updated_psi)(cohort.ids, cohort.payloads, cohort.uploads)
+        def updated_psi(psi: PyTree, i: jax.Array, slopes: jax.Array) -> PyTree:
+            """Returns psi of client i after a step along the change of its model."""
+            stored = inputs(rows, i)
+            _, pull_back = jax.vjp(lambda psi: alpha(psi, stored), psi)
+            return optax.tree.add_scale(psi, rate, pull_back(slopes)[0])
+
+        slopes = jax.vmap(alpha_slopes)(cohort.ids, cohort.payloads, cohort.uploads)
+        psi = cohort.update(rows.psi, updated_psi, cohort.ids, slopes)
         table = mixing_candidates.updated_rows(rows.candidates, cohort, federation)
-        return state.server, cohort.put(rows, ServerState(cohort.uploads["params"], psi, table))
+        theta, table = cohort.put((rows.theta, rows.candidates), (cohort.uploads["params"], table))
+        return state.server, ServerState(theta, psi, table)
 
     def personalize(state: State, client: ClientState, ctx: ClientContext) -> PyTree:
         return {"params": send(state, ctx)["params"], **client.model_state}
