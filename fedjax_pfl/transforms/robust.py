@@ -357,7 +357,7 @@ ROBUST = Selectable(
             float,
             "Norm to which the clipping rules scale larger changes down; unset: the median norm.",
             limits=Limits(above=0),
-            roles={*_PER_PHASE, "tunable", "sweepable"},
+            roles=_PER_PHASE,
             used_with=UsedWith("robust_rule", ("norm_clipping", "centred_clipping")),
         ),
         "robust_steps": Setting(
