@@ -279,8 +279,8 @@ def _check_owners(
     for owner in () if are_numbers else np.unique(owners).tolist():
         if not owner.strip() or not owner.isprintable() or len(owner) > _LONGEST_NAME:
             raise UsageError(
-                f"{name}: {argument} has the name {owner[:40]!r}; use 1 to {_LONGEST_NAME} "
-                "printable characters"
+                f"{name}: {argument} has a name of {len(owner)} characters that starts with "
+                f"{owner[:40]!r}; use 1 to {_LONGEST_NAME} printable characters"
             )
     return owners
 

@@ -146,7 +146,10 @@ def _find_images(name: str, root: Path, levels: list[str]) -> dict[str, list[_Im
             found.setdefault(part, []).append(image)
     if not found:
         layout = "/".join([*(level.upper() for level in levels), "FILE"])
-        raise UsageError(f"{name}: {root} has no images {layout} ({', '.join(ENDINGS)})")
+        raise UsageError(
+            f"{name}: {root} has no images {layout} ({', '.join(ENDINGS)}); move them, or name the "
+            "levels of folders in images.folders"
+        )
     return found
 
 

@@ -133,13 +133,14 @@ def _check_content(
         if part.min() < 0 or part.max() >= outputs:
             raise UsageError(
                 f"{path}: labels run from {part.min()} to {part.max()}, not from 0 to "
-                f"{outputs - 1}: the folder holds another dataset"
+                f"{outputs - 1}: the folder holds another dataset; {prepared.PREPARE_AGAIN}"
             )
     shapes = [part.shape[1:] for part in images]
     if shapes[0] != shapes[1] or shapes[0][-1] != channels:
         raise UsageError(
             f"{path}: images are {shapes[0]} in train and {shapes[1]} in test, not of one "
-            f"shape with {channels} channels: the folder holds another dataset"
+            f"shape with {channels} channels: the folder holds another dataset; "
+            f"{prepared.PREPARE_AGAIN}"
         )
 
 

@@ -228,7 +228,10 @@ def _match(
         layer, _, leaf_name = name.rpartition(".")
         foreign.setdefault(layer, {})[leaf_name] = array.shape
     if order is not None and sorted(order) != sorted(foreign):
-        raise UsageError(f"{path} has the layers {', '.join(sorted(foreign))}; `layers` must too")
+        raise UsageError(
+            f"{path} has the layers {', '.join(sorted(foreign))}; name each of them once in "
+            "`layers`, from the input to the output"
+        )
     names = sorted(foreign, key=_natural) if order is None else list(order)
     pairs = []
     for layer, leaves in own.items():
