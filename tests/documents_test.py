@@ -304,7 +304,13 @@ def test_broken_links_are_found(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=str)
+def with_slow_pages(pages):
+    """Marks the page whose tables trace every method as slow."""
+    slow = pytest.mark.slow("traces the functions of every method")
+    return [pytest.param(page, marks=slow) if "privacy" in str(page) else page for page in pages]
+
+
+@pytest.mark.parametrize("page", with_slow_pages([*PAGES, *RESULTS]), ids=str)
 def test_generated_parts_are_up_to_date(page, written):
     text = (ROOT / page).read_text()
     assert written.update(text) == text, "run python docs/written.py"

@@ -15,6 +15,7 @@ CLIENT = {
 }
 
 
+@pytest.mark.slow("three runs")
 def test_epsilon_is_stated_before_the_run_and_at_every_evaluation(tmp_path):
     lines: list[str] = []
     result = runner.run_all(CLIENT, tmp_path / "run", tell=lines.append)[""]
