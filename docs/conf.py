@@ -79,7 +79,7 @@ API = {
     ],
     "Numbers and reports": [
         "fedjax_pfl.simulation.ledger",
-        "fedjax_pfl.simulation.metrics",
+        "fedjax_pfl.simulation.summaries",
         "fedjax_pfl.report.page",
         "fedjax_pfl.report.comparison",
     ],

@@ -41,7 +41,7 @@ from fedjax_pfl.runs import interrupt, runner
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.listing import wrapped
 from fedjax_pfl.simulation.devices import prepare_devices
-from fedjax_pfl.simulation.metrics import mean_std
+from fedjax_pfl.simulation.summaries import mean_std
 
 SCALES = {"quick": 1, "full": 3}  # number of seeds
 NOT_COMPARED = {"data_dir", "seed", "partition_seed", "eval_every"}  # settings

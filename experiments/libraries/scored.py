@@ -16,7 +16,7 @@ from experiments.libraries import reference_work, rivals
 from experiments.libraries.methods import EPOCHS, METHODS
 from experiments.libraries.reference_work import CLASSES, Arrays, Net
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.scores import ACCURACY
+from fedjax_pfl.core.metrics import ACCURACY
 from fedjax_pfl.report import text_tables
 from fedjax_pfl.simulation.rounds import make_rounds
 

@@ -23,7 +23,7 @@ from experiments.papers.table import Cell, Published, Table, cells_of, mean_of
 from experiments.papers.table import cell as format_cell
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import text_tables
-from fedjax_pfl.simulation.metrics import mean_std
+from fedjax_pfl.simulation.summaries import mean_std
 
 RESULTS = Path(__file__).parent.parent / "results"
 CELLS = "cells.json"

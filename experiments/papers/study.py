@@ -23,7 +23,7 @@ from fedjax_pfl.report.text_tables import Table
 from fedjax_pfl.runs import runner
 from fedjax_pfl.settings.configuration import suggestion
 from fedjax_pfl.simulation.devices import prepare_devices
-from fedjax_pfl.simulation.metrics import mean_std as mean_std
+from fedjax_pfl.simulation.summaries import mean_std as mean_std
 
 OUT = flags.DEFINE_string("out", "runs/studies", "Folder for runs, pictures and numbers.")
 DATASET = flags.DEFINE_string("dataset", "digits", "Dataset; digits is embedded.")

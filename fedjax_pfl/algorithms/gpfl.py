@@ -30,7 +30,7 @@ from fedjax_pfl.algorithms.shared.class_features import class_counts
 from fedjax_pfl.algorithms.shared.initial_state import initial_momentum, initial_variables
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.model_training import fit_variables
-from fedjax_pfl.core import local_training, scores, trees
+from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
     ClientContext,
@@ -41,6 +41,7 @@ from fedjax_pfl.core.algorithm import (
 )
 from fedjax_pfl.core.errors import UsageError, require_at_least
 from fedjax_pfl.core.examples import Batch
+from fedjax_pfl.core.metrics import cross_entropy
 from fedjax_pfl.networks import features
 from fedjax_pfl.networks.init import dense
 
@@ -182,7 +183,7 @@ def gpfl(
             units = categories / norm(categories)
             cosines = jnp.matmul(z / norm(z), units.T, precision="highest")
             distances = norm(z - downloaded[y])[:, 0]
-            angles = scores.cross_entropy(cosines, y, None)
+            angles = cross_entropy(cosines, y, None)
             return task.loss(logits, y, mask) + angles + penalty * distances
 
         network = Guided(model, jnp.mean(downloaded, 0), p)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl.core import batches, optimizers, scores
+from fedjax_pfl.core import batches, optimizers
 from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.arguments import check_arguments
 from fedjax_pfl.core.errors import UsageError, require_at_least
@@ -22,6 +22,7 @@ from fedjax_pfl.core.example_noise import (
     recorded_fits,
 )
 from fedjax_pfl.core.examples import Batch, ClientData, Split, take
+from fedjax_pfl.core.metrics import confusion_matrix
 from fedjax_pfl.core.task import Task
 
 PyTree = Any
@@ -374,7 +375,7 @@ def evaluate(
         terms = {m.name: m.update(outputs, batch.y, data.classes) for m in task.metrics}
         sums = jax.tree.map(masked_sum, terms)
         matrix = (
-            scores.confusion_matrix(outputs, batch.y, data.classes, batch.mask)
+            confusion_matrix(outputs, batch.y, data.classes, batch.mask)
             if count_confusion
             else None
         )

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl.core import scores
+from fedjax_pfl.core import metrics
 from fedjax_pfl.core.errors import UsageError, first_line, nearest
-from fedjax_pfl.core.scores import Metric
+from fedjax_pfl.core.metrics import Metric
 
 
 class Task(NamedTuple):
@@ -36,12 +36,12 @@ def classification(outputs: int = 0) -> Task:
     Optional metrics: balanced_accuracy, macro_f1, perplexity, and auroc if `outputs`, the number of
     classes, is 2. Outputs are logits [B, C], labels int [B].
     """
-    optional = [scores.BALANCED_ACCURACY, scores.MACRO_F1, scores.PERPLEXITY]
+    optional = [metrics.BALANCED_ACCURACY, metrics.MACRO_F1, metrics.PERPLEXITY]
     if outputs == 2:
-        optional.append(scores.AUROC)
+        optional.append(metrics.AUROC)
     return Task(
-        loss=scores.cross_entropy,
-        metrics=(scores.ACCURACY,),
+        loss=metrics.cross_entropy,
+        metrics=(metrics.ACCURACY,),
         has_classes=True,
         optional_metrics=tuple(optional),
     )
@@ -53,8 +53,8 @@ def regression(outputs: int = 0) -> Task:
     Outputs and labels are [B, targets]. Optional metric: r2. `outputs` has no effect.
     """
     del outputs
-    metrics = (scores.SQUARED_ERROR, scores.RMSE)
-    return Task(scores.squared_error, metrics, optional_metrics=(scores.R2,))
+    reported = (metrics.SQUARED_ERROR, metrics.RMSE)
+    return Task(metrics.squared_error, reported, optional_metrics=(metrics.R2,))
 
 
 def tokens(outputs: int = 0) -> Task:
@@ -65,13 +65,13 @@ def tokens(outputs: int = 0) -> Task:
     `outputs` has no effect.
     """
     del outputs
-    position_sum = scores.sum_over_positions(scores.cross_entropy)
+    position_sum = metrics.sum_over_positions(metrics.cross_entropy)
 
     def loss(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> jax.Array:
         losses = position_sum(outputs, y, classes)
         return losses.total / jnp.maximum(losses.positions, 1.0)
 
-    return Task(loss, tuple(map(scores.per_position, (scores.ACCURACY, scores.PERPLEXITY))))
+    return Task(loss, tuple(map(metrics.per_position, (metrics.ACCURACY, metrics.PERPLEXITY))))
 
 
 def multilabel(outputs: int = 0) -> Task:
@@ -83,11 +83,11 @@ def multilabel(outputs: int = 0) -> Task:
     del outputs
 
     def loss(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> jax.Array:
-        logits = scores.mask_logits(outputs, classes)
+        logits = metrics.mask_logits(outputs, classes)
         return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, y.astype(jnp.float32)), -1)
 
-    optional = (scores.LABEL_F1, scores.LABEL_AUROC)
-    return Task(loss, (scores.LABEL_ACCURACY,), optional_metrics=optional)
+    optional = (metrics.LABEL_F1, metrics.LABEL_AUROC)
+    return Task(loss, (metrics.LABEL_ACCURACY,), optional_metrics=optional)
 
 
 TASKS: dict[str, Callable[..., Task]] = {  # by the name that a configuration uses
@@ -133,16 +133,16 @@ def check_task(name: str, task: Task, outputs: Any, y: Any) -> None:
 
     Of `outputs` and `y`, for the same examples, only shapes and dtypes are used.
     """
-    n, metrics = outputs.shape[0], (*task.metrics, *task.optional_metrics)
+    n, all_metrics = outputs.shape[0], (*task.metrics, *task.optional_metrics)
     if not task.metrics:
         raise UsageError(f"{name} has no metric; the first one selects a run's best round")
-    for metric in metrics:
+    for metric in all_metrics:
         if not re.fullmatch("[A-Za-z0-9_]+", metric.name) or metric.name == "loss":
             raise UsageError(
                 f"{name} has a metric called {metric.name!r}; use letters, digits and _, and not "
                 "loss, which is reserved"
             )
-    functions = {"loss": task.loss, **{metric.name: metric.update for metric in metrics}}
+    functions = {"loss": task.loss, **{metric.name: metric.update for metric in all_metrics}}
     for part, f in functions.items():
         try:
             result = jax.eval_shape(f, outputs, y, None)
@@ -168,10 +168,10 @@ def select_metrics(task: Task, name: str, metric_names: Sequence[str]) -> Task:
     available = {metric.name: metric for metric in (*task.metrics, *task.optional_metrics)}
     for metric_name in metric_names:
         if metric_name not in available:
-            if metric_name == scores.AUROC.name and name == "classification":
+            if metric_name == metrics.AUROC.name and name == "classification":
                 raise UsageError("metrics: auroc is for two classes, or for task=multilabel")
             match = nearest(metric_name, available)
             hint = f"did you mean {match}?" if match else f"there are {', '.join(available)}"
             raise UsageError(f"metrics: task {name} has none called {metric_name!r}; {hint}")
-    metrics = tuple(available[metric_name] for metric_name in dict.fromkeys(metric_names))
-    return task._replace(metrics=metrics or task.metrics)
+    selected = tuple(available[metric_name] for metric_name in dict.fromkeys(metric_names))
+    return task._replace(metrics=selected or task.metrics)

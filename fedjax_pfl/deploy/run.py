@@ -25,7 +25,7 @@ from fedjax_pfl.runs import checkpoints, progress, resume, run_directory, run_st
 from fedjax_pfl.runs.build import Experiment
 from fedjax_pfl.runs.run_state import SweepRun
 from fedjax_pfl.settings import configuration
-from fedjax_pfl.simulation import forecast, ledger, metrics
+from fedjax_pfl.simulation import forecast, ledger, summaries
 from fedjax_pfl.simulation.records import Evaluation
 
 DEPLOYED_FILE = "deployed.json"  # name of the run, number of starts and federation
@@ -281,14 +281,14 @@ class _Run(NamedTuple):
             )
             return server_state
         server_state, logs = server.close_round(self.server, server_state, pending, updates)
-        for line in metrics.rejections(logs, t, 1):
+        for line in summaries.rejections(logs, t, 1):
             self.log(line)
         free = 1 if t == 0 and not phase.config.count_initial_download else 0
         ledger_before = sweep_run.at.ledger
         sweep_run.at = sweep_run.at._replace(
             round=t + 1,
             ledger=ledger.add(ledger_before, logs, 1, free),
-            pending=metrics.gather(sweep_run.at.pending, logs, 1),
+            pending=summaries.gather(sweep_run.at.pending, logs, 1),
         )
         trained_at = time.perf_counter()
         is_due = (t + 1) % phase.config.eval_every == 0 or t + 1 == phase.end

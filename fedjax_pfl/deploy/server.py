@@ -18,7 +18,7 @@ from fedjax_pfl.deploy import wire
 from fedjax_pfl.deploy.programs import ServerPrograms
 from fedjax_pfl.deploy.schema import EVALUATE, TRAIN, InvalidError
 from fedjax_pfl.deploy.storage import BEFORE_FIRST_ROUND
-from fedjax_pfl.simulation import metrics as metric_sums
+from fedjax_pfl.simulation import summaries
 from fedjax_pfl.simulation.records import Evaluation, Log
 
 _SLACK = 1_000_000  # bytes of a response besides its arrays
@@ -212,7 +212,7 @@ def _check_scores(task: Task, scores: Scores, examples: int, part: str) -> None:
     if scores.examples != examples:
         raise InvalidError(f"its {part} is not over the {examples} examples that it enrolled with")
     stacked = jax.tree.map(lambda leaf: np.asarray(leaf)[None], scores)
-    values = metric_sums.per_client(stacked, task)
+    values = summaries.per_client(stacked, task)
     shares = {metric.name for metric in task.metrics if metric.unit == "%"}
     for name, (value,) in values.items():
         low, high = (-_ROUNDING, 1 + _ROUNDING) if name in shares else (-_MAX_METRIC, _MAX_METRIC)

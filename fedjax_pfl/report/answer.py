@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib import ticker
 
-from fedjax_pfl.core.scores import Metric
+from fedjax_pfl.core.metrics import Metric
 from fedjax_pfl.report import client_figures, comparison, drawing, references
 from fedjax_pfl.report.comparison import PairedTest
 from fedjax_pfl.report.drawing import Picture

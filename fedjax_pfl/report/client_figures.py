@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib import ticker
 from matplotlib.axes import Axes
 
-from fedjax_pfl.core.scores import Metric
+from fedjax_pfl.core.metrics import Metric
 from fedjax_pfl.report import drawing
 from fedjax_pfl.report.numbers import format_score, metric_name, metric_title, number
 

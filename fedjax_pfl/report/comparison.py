@@ -17,7 +17,7 @@ from fedjax_pfl.report.numbers import direction, mean_score, metric_of, number
 from fedjax_pfl.report.run_reader import Record, Run
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.general import settings_with
-from fedjax_pfl.simulation.metrics import mean_std
+from fedjax_pfl.simulation.summaries import mean_std
 
 
 class Row(NamedTuple):

@@ -4,7 +4,7 @@ import itertools
 import textwrap
 from collections.abc import Mapping
 
-from fedjax_pfl.core.scores import Metric
+from fedjax_pfl.core.metrics import Metric
 from fedjax_pfl.report import drawing
 from fedjax_pfl.report.drawing import Picture
 from fedjax_pfl.report.figures import MAX_MARKERS, Curve

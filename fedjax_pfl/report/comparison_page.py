@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.scores import Metric
+from fedjax_pfl.core.metrics import Metric
 from fedjax_pfl.report import (
     comparison,
     comparison_curves,
-    csv_tables,
+    csv_text,
     drawing,
     html_page,
     text_tables,
@@ -253,7 +253,7 @@ def as_csv(rows: Sequence[Row]) -> str:
         lines.append(
             line | {"paired_clients": pairs} | {f"diagnostic_{k}": v for k, v in observed.items()}
         )
-    return csv_tables.text(lines).rstrip("\n")
+    return csv_text.text(lines).rstrip("\n")
 
 
 FORMATS: dict[str, Callable[[Sequence[Row]], str]] = {

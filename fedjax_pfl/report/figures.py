@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 
-from fedjax_pfl.core.scores import Metric
+from fedjax_pfl.core.metrics import Metric
 from fedjax_pfl.report import client_figures, drawing
 from fedjax_pfl.report.drawing import Picture
 from fedjax_pfl.report.numbers import (

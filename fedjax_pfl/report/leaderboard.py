@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.scores import ACCURACY
+from fedjax_pfl.core.metrics import ACCURACY
 from fedjax_pfl.report import drawing, html_page, method_labels, text_tables
 from fedjax_pfl.report.drawing import Picture
 from fedjax_pfl.report.numbers import format_mean_std

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedjax_pfl.core.scores import ACCURACY, METRICS, Metric
+from fedjax_pfl.core.metrics import ACCURACY, METRICS, Metric
 from fedjax_pfl.report.run_reader import Record
 
 
@@ -92,7 +92,7 @@ def format_p(p: float) -> str:
 def format_mean_std(spread: Mapping[str, Any], metric: Metric) -> str:
     """Returns "mean ± std" without percent signs, or the mean alone if std is None.
 
-    `spread` has keys "mean" and "std", as returned by `simulation.metrics.mean_std`.
+    `spread` has keys "mean" and "std", as returned by `simulation.summaries.mean_std`.
     """
     mean, std = spread["mean"], spread["std"]
     text = format_score_without_percent(metric, mean)

@@ -14,7 +14,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from fedjax_pfl.core import diagnostics
-from fedjax_pfl.core.scores import Metric
+from fedjax_pfl.core.metrics import Metric
 from fedjax_pfl.report import (
     answer,
     class_figures,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.dataset_registry import reads_own_files
-from fedjax_pfl.report import csv_tables
+from fedjax_pfl.report import csv_text
 from fedjax_pfl.settings import configuration
 
 Record = Mapping[str, Any]  # a line of metrics.jsonl
@@ -275,7 +275,7 @@ def _cell(column: str, text: str, row: int) -> Any:
     Raises _InvalidFile for other text in a column of numbers.
     """
     if column in _TEXT_COLUMNS:
-        return csv_tables.unescaped(text)
+        return csv_text.unescaped(text)
     if not text:
         return None
     for kind in (int, float):

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fedjax_pfl.report import csv_tables
+from fedjax_pfl.report import csv_text
 
 WIDTH = 100
 _MIN_LABEL_WIDTH = 16
@@ -160,7 +160,7 @@ def as_csv(table: Table) -> str:
     """Returns heads and cells of a table as CSV, without its caption; `variants` come last."""
     buffer = io.StringIO()
     csv.writer(buffer, lineterminator="\n").writerows(
-        map(csv_tables.escaped, row) for row in [["", *table.heads], *table.all_rows]
+        map(csv_text.escaped, row) for row in [["", *table.heads], *table.all_rows]
     )
     return buffer.getvalue().rstrip("\n")
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pfl.core.scores import Metric
+from fedjax_pfl.core.metrics import Metric
 from fedjax_pfl.report import numbers
 from fedjax_pfl.report.numbers import format_bytes, format_score, metric_name, number
 from fedjax_pfl.runs.build import Experiment
 from fedjax_pfl.runs.run_state import SweepRun
-from fedjax_pfl.simulation import forecast, metrics
+from fedjax_pfl.simulation import forecast, summaries
 from fedjax_pfl.simulation.forecast import Requirement
 from fedjax_pfl.simulation.records import Evaluation
 
@@ -73,7 +73,7 @@ def not_finite(experiment: Experiment, sweep_run: SweepRun, scores: Evaluation) 
     active = experiment.phases[sweep_run.at.phase].federation.active
     parts = [part for part in (scores.before, scores.validation, scores.after) if part is not None]
     ids = set[int]().union(
-        *(metrics.not_finite(part, active, experiment.federation.task) for part in parts)
+        *(summaries.not_finite(part, active, experiment.federation.task) for part in parts)
     )
     new = sorted(ids - sweep_run.reported)
     sweep_run.reported |= ids

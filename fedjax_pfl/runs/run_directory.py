@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_pfl.core.errors import UsageError, first_line, removed_directory
-from fedjax_pfl.report import csv_tables, run_reader
+from fedjax_pfl.report import csv_text, run_reader
 from fedjax_pfl.settings.differences import obstacle, only_adds_rounds
 from fedjax_pfl.settings.general import SETTINGS
 from fedjax_pfl.simulation.execution_plan import Plan, machine
@@ -184,7 +184,7 @@ def append_metrics(directory: Path, line: dict[str, Any]) -> None:
 
 def write_clients(directory: Path, rows: list[dict[str, Any]]) -> None:
     """Writes clients.csv, one row per client."""
-    _replace(directory / "clients.csv", csv_tables.text(rows))
+    _replace(directory / "clients.csv", csv_text.text(rows))
 
 
 def write_confusion(directory: Path, content: Mapping[str, Any]) -> None:

@@ -15,11 +15,11 @@ from ml_collections import ConfigDict
 from fedjax_pfl.algorithms import METHODS
 from fedjax_pfl.core import diagnostics
 from fedjax_pfl.core.algorithm import State
-from fedjax_pfl.core.scores import Metric
+from fedjax_pfl.core.metrics import Metric
 from fedjax_pfl.report.loggers import Logger, from_setting
 from fedjax_pfl.runs import checkpoints, run_directory
 from fedjax_pfl.runs.build import Experiment
-from fedjax_pfl.simulation import client_table, ledger, metrics, stores
+from fedjax_pfl.simulation import clients_csv, ledger, stores, summaries
 from fedjax_pfl.simulation.ledger import Ledger
 from fedjax_pfl.simulation.records import Evaluation
 
@@ -125,8 +125,8 @@ def record_evaluation(
     """
     at, task = sweep_run.at, experiment.federation.task
     active = experiment.phases[at.phase].federation.active
-    before = metrics.summary(scores.before, active, task)
-    validation = metrics.summary(scores.validation, active, task)
+    before = summaries.summary(scores.before, active, task)
+    validation = summaries.summary(scores.validation, active, task)
     is_best = _is_best(task.metrics[0], before, validation, at.best_score)
     if is_best and validation:
         score = validation[f"{task.metrics[0].name}_mean"]
@@ -139,9 +139,9 @@ def record_evaluation(
         "evaluate_seconds": round(at.evaluate_seconds, 3),
         "compile_seconds": round(at.compile_seconds, 3),
         "checkpoint_seconds": round(at.checkpoint_seconds, 3),
-        **metrics.means(at.pending),
+        **summaries.means(at.pending),
         "before": before,
-        "after": scores.after and metrics.summary(scores.after, active, task),
+        "after": scores.after and summaries.summary(scores.after, active, task),
         "validation": validation,
         "bytes_down": at.ledger.total_down,
         "bytes_up": at.ledger.total_up,
@@ -149,16 +149,16 @@ def record_evaluation(
         "rejected": sum(at.ledger.rejected),
         "best_round": at.best_round,
         **dict(item for s in experiment.statements for item in s.metrics(at.round).items()),
-        **metrics.user_metrics(task),
+        **summaries.user_metrics(task),
         **_diagnostics(experiment, sweep_run, observed),
     }
-    rows = client_table.client_scores(scores, task, experiment.phases[at.phase].inputs.evaluated)
+    rows = clients_csv.client_scores(scores, task, experiment.phases[at.phase].inputs.evaluated)
     previous = at.clients if at.best_round is not None else ()  # none of an earlier phase
-    rows = client_table.add_best(rows, previous, is_best, task)
+    rows = clients_csv.add_best(rows, previous, is_best, task)
     sweep_run.at = at._replace(
         metrics=(*at.metrics, line),
         clients=rows,
-        confusion=metrics.confusion(scores, active),
+        confusion=summaries.confusion(scores, active),
         pending=({}, 0),
     )
     return line
@@ -199,7 +199,7 @@ def new_warnings(sweep_run: SweepRun) -> list[str]:
 def client_rows(experiment: Experiment, at: Position) -> list[dict[str, Any]]:
     """Returns the rows of clients.csv at the end of a run: scores and bytes of each client."""
     evaluated = experiment.phases[-1].inputs.evaluated
-    return client_table.client_rows(experiment.federation, at.clients, at.ledger, evaluated)
+    return clients_csv.client_rows(experiment.federation, at.clients, at.ledger, evaluated)
 
 
 def _is_best(

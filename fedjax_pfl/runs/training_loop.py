@@ -26,7 +26,7 @@ from fedjax_pfl.runs.run_state import (
     record_evaluation,
     sync_files,
 )
-from fedjax_pfl.simulation import ledger, metrics, multiprocess, spread
+from fedjax_pfl.simulation import ledger, multiprocess, spread, summaries
 from fedjax_pfl.simulation.on_device import DeviceProgram
 from fedjax_pfl.simulation.records import Evaluation, Log
 from fedjax_pfl.simulation.simulation import round_log
@@ -187,7 +187,7 @@ def _record(loop: Loop, sweep_run: SweepRun, i: int, state: State, call: Call) -
     """Updates position and files of run `i`, and prints its warnings. `state` is of all runs."""
     count, rounds = len(loop.sweep_runs), call.end - call.begin
     logs = _part(call.logs, i, loop.sweep_runs)
-    messages = list(metrics.rejections(logs, call.begin, rounds))
+    messages = list(summaries.rejections(logs, call.begin, rounds))
     uncounted = 1 if call.begin == 0 and not loop.phase.config.count_initial_download else 0
     seconds = (call.train_seconds + call.evaluate_seconds) / count
     sweep_run.at = sweep_run.at._replace(
@@ -195,7 +195,7 @@ def _record(loop: Loop, sweep_run: SweepRun, i: int, state: State, call: Call) -
         seconds=sweep_run.at.seconds + seconds,
         evaluate_seconds=sweep_run.at.evaluate_seconds + call.evaluate_seconds / count,
         ledger=ledger.add(sweep_run.at.ledger, logs, rounds, uncounted),
-        pending=metrics.gather(sweep_run.at.pending, logs, rounds),
+        pending=summaries.gather(sweep_run.at.pending, logs, rounds),
     )
     if call.scores is not None:
         run_state = _state_of(state, i, loop.sweep_runs)

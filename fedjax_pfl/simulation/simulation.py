@@ -26,7 +26,7 @@ from fedjax_pfl.core.randomness import PERSONAL, stage_key
 from fedjax_pfl.core.shape_check import check_outputs
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.core.trees import row
-from fedjax_pfl.simulation import execution_plan, metrics, records
+from fedjax_pfl.simulation import execution_plan, records, summaries
 from fedjax_pfl.simulation.on_device import DeviceProgram
 from fedjax_pfl.simulation.programs import OFF_DEVICE, STORES, make_program
 from fedjax_pfl.simulation.rounds import round_functions
@@ -267,6 +267,6 @@ def _scores(scores: Any, task: Task) -> Any:
 
     `scores` has the sums over each client's examples.
     """
-    columns = {**metrics.per_client(scores, task), "examples": np.asarray(scores.examples)}
+    columns = {**summaries.per_client(scores, task), "examples": np.asarray(scores.examples)}
     record: Any = namedtuple("Scores", list(columns))  # type: ignore[misc]
     return record(**columns)

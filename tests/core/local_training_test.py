@@ -12,7 +12,7 @@ import pytest
 from fedjax_pfl.core import batches, local_training
 from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.examples import ClientData, FederatedData, Split, client_data
-from fedjax_pfl.core.scores import ACCURACY
+from fedjax_pfl.core.metrics import ACCURACY
 from fedjax_pfl.core.task import Task
 
 KEY = jax.random.key(3)

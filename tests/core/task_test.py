@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.core.scores import METRICS
+from fedjax_pfl.core.metrics import METRICS
 from fedjax_pfl.core.task import classification, regression
 
 LN3 = np.log(3.0)

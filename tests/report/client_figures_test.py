@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from fedjax_pfl.core.scores import ACCURACY, SQUARED_ERROR
+from fedjax_pfl.core.metrics import ACCURACY, SQUARED_ERROR
 from fedjax_pfl.report import client_figures
 from fedjax_pfl.report import page as report
 from tests.report.page_test import evaluation, make_run

@@ -14,7 +14,7 @@ from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, State
 from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.runs import checkpoints
-from fedjax_pfl.simulation import ledger, metrics
+from fedjax_pfl.simulation import ledger, summaries
 from fedjax_pfl.simulation.rounds import make_rounds
 from tests import cases, tiny
 
@@ -116,8 +116,8 @@ def test_logs_and_messages_contain_no_private_data():
     assert_unmarked(logs)
     book = ledger.add(ledger.empty(tiny.CLIENTS), logs, 1)
     texts = [
-        *metrics.rejections(logs, 0, 1),
-        json.dumps([book, metrics.means(metrics.gather(({}, 0), logs, 1))]),
+        *summaries.rejections(logs, 0, 1),
+        json.dumps([book, summaries.means(summaries.gather(({}, 0), logs, 1))]),
     ]
     assert (
         f"the update of client {CLIENT} was rejected because it is not finite or too large"

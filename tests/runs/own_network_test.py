@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import fedjax_pfl
-from fedjax_pfl.core.scores import ACCURACY
+from fedjax_pfl.core.metrics import ACCURACY
 from fedjax_pfl.core.task import Task, classification
 from fedjax_pfl.runs import export
 from fedjax_pfl.runs.build import build

@@ -8,7 +8,7 @@ import pytest
 
 import fedjax_pfl
 from fedjax_pfl import algorithms
-from fedjax_pfl.core.scores import ACCURACY, SQUARED_ERROR
+from fedjax_pfl.core.metrics import ACCURACY, SQUARED_ERROR
 from fedjax_pfl.report import page as report
 from fedjax_pfl.report import references, run_reader
 from fedjax_pfl.runs import progress, run_state

@@ -14,7 +14,7 @@ from fedjax_pfl.report.run_reader import Run
 from fedjax_pfl.runs.tuning.grids import Point, format_value
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.general import settings_with
-from fedjax_pfl.simulation.metrics import mean_std
+from fedjax_pfl.simulation.summaries import mean_std
 
 
 class PointResult(NamedTuple):

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from ml_collections import ConfigDict
 
 from fedjax_pfl.algorithms import METHODS
-from fedjax_pfl.core.scores import ACCURACY, Metric
-from fedjax_pfl.report import csv_tables, drawing
+from fedjax_pfl.core.metrics import ACCURACY, Metric
+from fedjax_pfl.report import csv_text, drawing
 from fedjax_pfl.report import html_page as report
 from fedjax_pfl.report.drawing import Picture
 from fedjax_pfl.report.numbers import format_mean_std, metric_of, metric_title, unit_suffix
@@ -170,7 +170,7 @@ def as_csv(results: Results) -> str:
                     "chosen": int(result is best),
                 }
             )
-    return csv_tables.text(rows).rstrip("\n")
+    return csv_text.text(rows).rstrip("\n")
 
 
 def draw_scores(results: Results) -> Picture | None:

@@ -38,7 +38,7 @@ from fedjax_pfl.core.algorithm import (
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.core.groups import has_groups
-from fedjax_pfl.transforms.privacy import uploads as upload_changes
+from fedjax_pfl.transforms.privacy import clip_and_noise
 from fedjax_pfl.transforms.wrapping import RoundShapes, Transform, round_shapes
 
 _QUANTILE_SHARE = 0.1  # of the squared inverse noise multiplier
@@ -84,7 +84,7 @@ def client_privacy(
             raise UsageError(f"client-level privacy is not possible here: {reason}")
 
         def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
-            return upload_changes.accepted(payload, client, algorithm.train(payload, client, ctx))
+            return clip_and_noise.accepted(payload, client, algorithm.train(payload, client, ctx))
 
         def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
             if not is_clipped:
@@ -99,7 +99,7 @@ def client_privacy(
             change, is_below = _mean_change(payload, cohort, norm, clients_per_round)
             if noise_multiplier:
                 deviation = noise_multiplier * norm / (clients_per_round * math.sqrt(delta_share))
-                change = upload_changes.add_noise(change, deviation, delta_key)
+                change = clip_and_noise.add_noise(change, deviation, delta_key)
             released = _released(payload, cohort, change, clients_per_round, federation.clients)
             server, rows = algorithm.receive(state, released)
             if quantile is None:
@@ -126,7 +126,7 @@ def _mean_change(
     def clipped(upload: PyTree, arrived: jax.Array) -> tuple[PyTree, jax.Array]:
         change = trees.change(payload, upload)
         change = trees.where(arrived, change, jax.tree.map(jnp.zeros_like, change))
-        change, norm = upload_changes.clip(change, clip_norm)
+        change, norm = clip_and_noise.clip(change, clip_norm)
         return change, arrived & (norm <= clip_norm)
 
     changes, is_below = jax.vmap(clipped)(cohort.uploads, cohort.arrived)
@@ -135,7 +135,7 @@ def _mean_change(
 
 def _released(payload: PyTree, cohort: Cohort, change: PyTree, slots: int, clients: int) -> Cohort:
     """Returns the cohort that the method sees: equal uploads, without ids and without weights."""
-    upload = upload_changes.add_change(trees.matching_download(payload, change), change)
+    upload = clip_and_noise.add_change(trees.matching_download(payload, change), change)
     return Cohort(
         ids=jnp.full(slots, clients, jnp.int32),
         arrived=jnp.ones(slots, bool),
@@ -180,7 +180,7 @@ def unsupported_reason(algorithm: Algorithm, data: FederatedData) -> str:
     if has_groups(algorithm):
         return "clients have several architectures"
     shapes = round_shapes(algorithm, data)
-    if reason := upload_changes.not_covered_reason(jax.tree.leaves(shapes.upload)):
+    if reason := clip_and_noise.not_covered_reason(jax.tree.leaves(shapes.upload)):
         return reason
     if jax.tree.leaves(shapes.state.rows):
         return "the server keeps a row for each client"

@@ -23,7 +23,7 @@ from fedjax_pfl.core.algorithm import Algorithm, ClientContext, ClientResult, Py
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.groups import as_grouped, group_algorithms, has_groups
-from fedjax_pfl.transforms.privacy import uploads as upload_changes
+from fedjax_pfl.transforms.privacy import clip_and_noise
 from fedjax_pfl.transforms.wrapping import Transform
 
 # Folded into the key; differs from compression's number and from those of training.
@@ -46,13 +46,13 @@ def local_privacy(
     def wrap(member: Algorithm) -> Callable[..., ClientResult]:
         def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
             result = member.train(payload, client, ctx)
-            result = upload_changes.accepted(payload, client, result)
-            change, _ = upload_changes.clip(trees.change(payload, result.upload), clip_norm)
+            result = clip_and_noise.accepted(payload, client, result)
+            change, _ = clip_and_noise.clip(trees.change(payload, result.upload), clip_norm)
             if noise_multiplier:
                 key = jax.random.fold_in(ctx.key, _NOISE)
-                change = upload_changes.add_noise(change, clip_norm * noise_multiplier, key)
+                change = clip_and_noise.add_noise(change, clip_norm * noise_multiplier, key)
             old = trees.matching_download(payload, change)
-            return result._replace(upload=upload_changes.add_change(old, change))
+            return result._replace(upload=clip_and_noise.add_change(old, change))
 
         return train
 
@@ -84,4 +84,4 @@ def unsupported_reason(algorithm: Algorithm, data: FederatedData) -> str:
 
     key, i = jax.eval_shape(jax.random.key, 0), jax.ShapeDtypeStruct((), jnp.int32)
     leaves = jax.tree.leaves(jax.eval_shape(uploads, key, i))
-    return upload_changes.not_covered_reason(leaves)
+    return clip_and_noise.not_covered_reason(leaves)

@@ -2,8 +2,8 @@
 
 import csv
 
-from fedjax_pfl.report import csv_tables, run_reader
-from fedjax_pfl.report.csv_tables import escaped, unescaped
+from fedjax_pfl.report import csv_text, run_reader
+from fedjax_pfl.report.csv_text import escaped, unescaped
 from fedjax_pfl.runs import run_directory
 
 
@@ -27,4 +27,4 @@ def test_owners_in_clients_csv_are_read_back(tmp_path):
 
 
 def test_header_has_the_columns_of_all_rows():
-    assert csv_tables.text([{"a": "@x"}, {"b": -1}]) == "a,b\n'@x,\n,-1\n"
+    assert csv_text.text([{"a": "@x"}, {"b": -1}]) == "a,b\n'@x,\n,-1\n"

@@ -1,4 +1,4 @@
-"""Changes of uploads: clipping, noise, and uploads that are never rejected."""
+"""Clipping and noise of uploads, for the levels of privacy that `settings.py` here registers."""
 
 from collections.abc import Sequence
 from typing import Any

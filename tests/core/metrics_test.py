@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn import metrics as oracle
 
-from fedjax_pfl.core import scores
+from fedjax_pfl.core import metrics
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.task import (
     Task,
@@ -71,7 +71,7 @@ def test_confusion_matrix_counts_the_examples_of_the_mask():
     outputs = RNG.normal(size=(N, 5)).astype(np.float32)
     y, mask = RNG.integers(0, 4, N).astype(np.int32), RNG.integers(0, 2, N).astype(bool)
     for classes in (None, np.array([1, 1, 1, 0, 1], bool)):
-        matrix = scores.confusion_matrix(outputs, y, classes, mask)
+        matrix = metrics.confusion_matrix(outputs, y, classes, mask)
         logits = outputs if classes is None else np.where(classes, outputs, -np.inf)
         predicted = logits.argmax(1)[mask]
         expected = oracle.confusion_matrix(y[mask], predicted, labels=range(5))
@@ -155,7 +155,7 @@ def test_select_metrics_keeps_the_order_of_names():
     task = select_metrics(classification(2), "classification", ["auroc", "accuracy", "auroc"])
     assert [metric.name for metric in task.metrics] == ["auroc", "accuracy"]
     assert select_metrics(regression(1), "regression", []) == regression(1)._replace(
-        loss=scores.squared_error
+        loss=metrics.squared_error
     )
     for task, name, wrong, line in (
         (classification(3), "classification", "auroc", "auroc is for two classes"),
@@ -191,15 +191,15 @@ def good_loss(outputs, y, classes):
 @pytest.mark.parametrize(
     ("task", "line"),
     [
-        (Task(bad_loss, (scores.RMSE,)), r"mine: loss gives \[\[\]\] for 2 examples"),
+        (Task(bad_loss, (metrics.RMSE,)), r"mine: loss gives \[\[\]\] for 2 examples"),
         (Task(good_loss, ()), "mine has no metric"),
-        (Task(good_loss, (scores.RMSE._replace(name="a b"),)), "mine has a metric called 'a b'"),
-        (Task(good_loss, (scores.RMSE._replace(update=bad_loss),)), "mine: rmse gives"),
-        (Task(scores.cross_entropy, (scores.RMSE,)), r"mine: loss fails for outputs \[2, 3\]"),
+        (Task(good_loss, (metrics.RMSE._replace(name="a b"),)), "mine has a metric called 'a b'"),
+        (Task(good_loss, (metrics.RMSE._replace(update=bad_loss),)), "mine: rmse gives"),
+        (Task(metrics.cross_entropy, (metrics.RMSE,)), r"mine: loss fails for outputs \[2, 3\]"),
     ],
 )
 def test_invalid_user_tasks(task, line):
     shape = jax.ShapeDtypeStruct((2, 3), jnp.float32)
-    check_task("fine", Task(good_loss, (scores.RMSE,)), shape, shape)
+    check_task("fine", Task(good_loss, (metrics.RMSE,)), shape, shape)
     with pytest.raises(UsageError, match=line):
         check_task("mine", task, shape, shape)

@@ -9,8 +9,8 @@ import numpy as np
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.simulation.ledger import Ledger
-from fedjax_pfl.simulation.metrics import per_client, to_finite
 from fedjax_pfl.simulation.records import Evaluation
+from fedjax_pfl.simulation.summaries import per_client, to_finite
 
 
 def client_scores(

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from fedjax_pfl.core.local_training import Scores
-from fedjax_pfl.core.scores import METRICS
+from fedjax_pfl.core.metrics import METRICS
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.simulation.records import Evaluation, Log
 

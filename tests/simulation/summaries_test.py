@@ -7,10 +7,10 @@ import pytest
 
 from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.core.local_training import Scores
-from fedjax_pfl.core.scores import ACCURACY
+from fedjax_pfl.core.metrics import ACCURACY
 from fedjax_pfl.core.task import Task, classification, regression, select_metrics
 from fedjax_pfl.runs import progress, run_state
-from fedjax_pfl.simulation import client_table, ledger, metrics
+from fedjax_pfl.simulation import clients_csv, ledger, summaries
 from fedjax_pfl.simulation.records import Evaluation, Log
 
 TASK = Task(None, (ACCURACY._replace(name="a"),), has_classes=True)
@@ -28,7 +28,7 @@ def squared_errors(errors) -> Scores:
 
 
 def summary(client_scores: Scores, task=TASK):
-    return metrics.summary(client_scores, np.ones(len(client_scores.loss), bool), task)
+    return summaries.summary(client_scores, np.ones(len(client_scores.loss), bool), task)
 
 
 def test_means_over_clients_and_over_examples():
@@ -53,10 +53,10 @@ def test_worst_tenth(clients: int, worst: float):
 def test_inactive_clients_and_clients_without_examples_do_not_count():
     """Client 1 is inactive and client 2 has no examples; either would change every number."""
     active = np.array([True, False, True, True])
-    result = metrics.summary(scores([1, 9, 0, 1], [2, 9, 0, 8], [2, 9, 0, 4]), active, TASK)
+    result = summaries.summary(scores([1, 9, 0, 1], [2, 9, 0, 8], [2, 9, 0, 4]), active, TASK)
     expected = dict(zip(NAMES, (0.375, 2 / 6, 0.125, 1 / 64, 0.25, 1.5), strict=True))
     assert result == pytest.approx(expected | {"clients": 2, "not_finite": 0})
-    assert metrics.summary(scores([0, 5], [0, 5], [0, 5]), np.array([True, False]), TASK) is None
+    assert summaries.summary(scores([0, 5], [0, 5], [0, 5]), np.array([True, False]), TASK) is None
 
 
 def test_a_client_with_a_loss_that_is_not_finite_is_counted_and_left_out():
@@ -65,9 +65,9 @@ def test_a_client_with_a_loss_that_is_not_finite_is_counted_and_left_out():
     result = summary(lost)
     assert (result["a_mean"], result["a_weighted"], result["loss"]) == (0.875, 5 / 6, 0.5)
     assert (result["clients"], result["not_finite"]) == (2, 1)
-    assert metrics.not_finite(lost, np.ones(3, bool), TASK) == [0]
-    assert metrics.not_finite(lost, np.array([False, True, True]), TASK) == []
-    rows = client_table.client_scores(Evaluation(lost, lost, None), TASK)
+    assert summaries.not_finite(lost, np.ones(3, bool), TASK) == [0]
+    assert summaries.not_finite(lost, np.array([False, True, True]), TASK) == []
+    rows = clients_csv.client_scores(Evaluation(lost, lost, None), TASK)
     assert (rows[0]["before_a"], rows[0]["before_loss"], rows[1]["before_a"]) == (None, None, 1.0)
     all_lost = summary(scores([1], [np.inf], [2]))
     assert all_lost == {**dict.fromkeys(NAMES), "clients": 0, "not_finite": 1}
@@ -168,20 +168,20 @@ LOGS = [
 
 
 def test_training_metrics_of_the_clients_that_arrived():
-    pending = metrics.gather(({}, 0), LOGS, 2)
+    pending = summaries.gather(({}, 0), LOGS, 2)
     assert pending == ({"loss": 9.0}, 3)
-    assert metrics.means(pending) == {"train_loss": 3.0}
-    assert metrics.gather(pending, LOGS[1:], 1) == ({"loss": 11.0}, 4)
+    assert summaries.means(pending) == {"train_loss": 3.0}
+    assert summaries.gather(pending, LOGS[1:], 1) == ({"loss": 11.0}, 4)
     assert pending == ({"loss": 9.0}, 3)
-    assert metrics.means(({"loss": 0.0}, 0)) == {"train_loss": None}
-    assert metrics.means(({"loss": np.nan}, 2)) == {"train_loss": None}
+    assert summaries.means(({"loss": 0.0}, 0)) == {"train_loss": None}
+    assert summaries.means(({"loss": np.nan}, 2)) == {"train_loss": None}
 
 
 def test_rejected_uploads_are_reported_by_round():
-    (line,) = metrics.rejections(LOGS, 10, 2)
+    (line,) = summaries.rejections(LOGS, 10, 2)
     assert line.startswith("round 12: the update of client 0 was rejected")
-    assert len(list(metrics.rejections(LOGS, 0, 3))) == 2
-    assert list(metrics.rejections(LOGS, 0, 1)) == []
+    assert len(list(summaries.rejections(LOGS, 0, 3))) == 2
+    assert list(summaries.rejections(LOGS, 0, 1)) == []
 
 
 def test_a_client_without_a_defined_metric_counts_in_the_other_metrics():
@@ -196,13 +196,13 @@ def test_a_client_without_a_defined_metric_counts_in_the_other_metrics():
     means = summary(result, task)
     assert (means["accuracy_mean"], means["auroc_mean"], means["auroc_weighted"]) == (0.5, 0.5, 0.5)
     assert (means["auroc_worst10"], means["clients"], means["not_finite"]) == (0, 3, 0)
-    rows = client_table.client_scores(Evaluation(result, result, None), task)
+    rows = clients_csv.client_scores(Evaluation(result, result, None), task)
     assert [row["before_auroc"] for row in rows] == [1, None, 0]
 
 
 def test_user_metrics_are_recorded_with_their_unit():
     task = classification(2)
-    assert metrics.user_metrics(task) == {}
+    assert summaries.user_metrics(task) == {}
     task = task._replace(metrics=(ACCURACY._replace(name="mine", higher_is_better=False),))
     expected = {"custom_metrics": {"mine": {"unit": "%", "higher_is_better": False}}}
-    assert metrics.user_metrics(task) == expected
+    assert summaries.user_metrics(task) == expected
