@@ -210,7 +210,7 @@ def _is_best(
 ) -> bool:
     """Returns True if the mean validation score is better than `best_score`.
 
-    `before`, on test examples, and `validation` are `metrics.summary` of an evaluation. Returns
+    `before`, on test examples, and `validation` are `summaries.summary` of an evaluation. Returns
     False if a client's loss in either is not finite. `best_score` is None before the first.
     """
     score = None if validation is None else validation[f"{metric.name}_mean"]
