@@ -41,7 +41,7 @@ def define_data_dir(options: flags.FlagValues) -> "flags.FlagHolder[str | None]"
 def read_settings(options: flags.FlagValues, arguments: Sequence[str]) -> ConfigDict:
     """Returns the settings of --config, changed by --config.KEY=VALUE and --data_dir.
 
-    `options` are the parsed flags, `arguments` those of the command.
+    `options` are the parsed flags, `arguments` the command's arguments.
     """
     with in_one_line():
         settings = options.config.copy_and_resolve_references()

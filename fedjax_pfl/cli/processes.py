@@ -63,7 +63,7 @@ def run_in_processes(options: ProcessOptions) -> Iterator[None]:
     """Context that forks the processes of a run; each runs the body of the with statement and ends.
 
     The process that starts them does not run the body. It exits when they have ended, with the
-    status of `verdict`. A run of one process runs the body in this process and goes on after it.
+    status of `verdict`. A run of one process runs the body in this process and continues after it.
     Raises UsageError on a system that cannot fork.
     """
     numbers = local_numbers(options)
@@ -169,7 +169,7 @@ def _write_line(file: IO[bytes], line: str) -> None:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Context in which signals end the process at once: Python runs no handler while JAX waits."""
+    """Context where signals end the process at once: Python runs no handler while JAX waits."""
     numbers = [n for n in interrupt.SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
     handlers = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     yield

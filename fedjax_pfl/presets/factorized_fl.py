@@ -4,7 +4,7 @@ fedjax-pfl factorized_fl --config=factorized_fl:cifar10-noniid
 
 Presets are words joined with dashes: a dataset (digits, mnist, cifar10, svhn_cropped, cifar100), a
 partition (iid, noniid: Dir(0.5) over clients for each class, domains: five of CIFAR-100), permuted
-labels, alpha or beta, or a method in place of Factorized-FL (local, fedavg, fedprox, clustered_fl,
+labels, alpha or beta, or a method instead of Factorized-FL (local, fedavg, fedprox, clustered_fl,
 per_fedavg, fedfomo, pfedpara, factorized_fl_moved, ...), a narrower ResNet9 (w16: 16 kernels in the
 first layer), and a number of clients (n20). If labels are permuted, and between domains, the head
 of every method stays with its client; that of factorized_fl always does.

@@ -3,7 +3,7 @@
 fedjax-pfl fedmn --config=fedmn:cifar10
 
 Presets are words joined with dashes: a dataset (digits; mnist; the testbed's cifar10, cifar100,
-emnist_byclass and femnist), another method in place of fedmn (fedmn_correlation, local, fedavg,
+emnist_byclass and femnist), another method instead of fedmn (fedmn_correlation, local, fedavg,
 fedprox, fedavg_plus, clustered_fl, pfedme, fedem), plain (FedMN without pre-training), a number of
 clients (n20), or another partition (dirichlet0.4, classes4, iid).
 

@@ -102,7 +102,7 @@ class Subject:
     def run(self, n: int, t: int = 0, state: Any = None, data: Any = None) -> tuple[State, Log]:
         """Runs rounds t to t + n - 1. Returns the state and their log, in NumPy.
 
-        Default of `state`: the initial state; of `data`: that of the world.
+        Default of `state`: the initial state; of `data`: the world's data.
         """
         state = self.rounds.init(make_key()) if state is None else self.rounds.place(state)
         data = self.world.data if data is None else data
@@ -152,7 +152,7 @@ class Subject:
     def third_round(self) -> Any:
         """Returns (payloads, uploads, client-side states) of all clients, stacked, [N, ...].
 
-        The data has nine more columns of padding per client than that of `run`.
+        The data has nine more columns of padding per client than the data of `run`.
         """
         results = [
             self.client_round(self.warm_state, self.world.wide, np.int32(i), np.int32(WARM_UP))

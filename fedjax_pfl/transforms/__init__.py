@@ -68,7 +68,7 @@ def selected_transforms(
 
 
 def statements(value_of: Callable[[str], Any], federation: Federation) -> list[Statement]:
-    """Returns what a run states about the transforms that its settings select.
+    """Returns the statements of a run about the transforms that its settings select.
 
     `value_of` returns the value of a setting by its name.
     """

@@ -20,7 +20,7 @@ itself included (nearest-neighbour mixing, Allouah et al., 2023). The method's s
 result as its only upload. T is `robust_steps` and τ `robust_norm`; with τ unset, the clippings use
 the median of the m norms, in every step.
 
-Every upload counts once, because an attacker can lie about its number of examples. Absent clients
+Every upload counts once, because an attacker can state a wrong number of examples. Absent clients
 do not count in m. Statistics of BatchNorm belong to the vectors.
 
 Deviations: norms without τ are relative. Centred clipping starts from w instead of the previous
@@ -106,7 +106,7 @@ def _mean(uploads: Uploads) -> Aggregate:
 def _trimmed(uploads: Uploads, f: jax.Array) -> Aggregate:
     """Computes the mean per coordinate without the f largest and f smallest values.
 
-    `trust` is the fraction of coordinates in which a client's value is within the others.
+    `trust` is the fraction of coordinates with a client's value inside the kept range.
     """
     x, arrived, m = uploads.x, uploads.arrived[:, None], jnp.sum(uploads.arrived)
     ordered = jnp.sort(jnp.where(arrived, x, jnp.inf), 0)

@@ -6,7 +6,7 @@ K of sampled clients. With the payload p of all clients and Δ_k = upload_k − 
   Δ ← 1/K Σ_k Δ_k min(1, C / ‖Δ_k‖₂) + N(0, (z C / K)²),   C `clip_norm`, z `noise_multiplier`
 
 The method's `receive` gets K equal uploads p + Δ of equal weights, and neither ids nor numbers of
-examples. All that the server computes is therefore a function of Δ. An absent client has Δ_k = 0;
+examples. Everything that the server computes is a function of Δ. An absent client has Δ_k = 0;
 K stays the divisor.
 
 Adaptive clipping (Andrew et al., Differentially Private Learning with Adaptive Clipping, 2021):

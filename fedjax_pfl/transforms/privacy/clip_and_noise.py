@@ -51,7 +51,7 @@ def accepted(payload: PyTree, old_client: PyTree, result: ClientResult) -> Clien
     """Returns a result that the simulation accepts: one that is not finite has no effect instead.
 
     A rejected update would show that the client's data made training diverge. The client then
-    uploads what it downloaded and keeps its state.
+    uploads its download unchanged and keeps its state.
     """
     norm = trees.squared_norm(trees.change(payload, result.upload))
     is_finite = trees.all_finite((result.upload, result.variables, result.client))
