@@ -13,7 +13,7 @@ FLOORS = (
     ("settings",),
     ("report",),
     ("runs",),
-    ("presets", "deploy", "testing"),
+    ("presets", "deploy", "testing", "audit"),
     ("cli",),
 )
 ALLOWED = {

@@ -34,6 +34,7 @@ COMMANDS = {
     "tune": Entry("tune", "Chooses settings on validation examples, with equal budgets."),
     "compare": Entry("compare", "Compares runs: means over seeds, paired tests and curves."),
     "export": Entry("export", "Writes the clients' personal models of a finished run to files."),
+    "audit": Entry("audit", "Measures what a curious server learns from the uploads of a run."),
     "import-partition": Entry(
         "import_partition", "Converts clients' examples of PFLlib or FL-bench to NumPy files."
     ),

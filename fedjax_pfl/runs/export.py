@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Unpack
 import jax
 import numpy as np
 
-from fedjax_pfl.core import tensor_file, trees
+from fedjax_pfl.core import tensor_file
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, PyTree
 from fedjax_pfl.core.errors import UsageError, first_line
-from fedjax_pfl.core.groups import group_algorithms, wrap_clients
+from fedjax_pfl.core.groups import group_algorithms
 from fedjax_pfl.core.randomness import PERSONAL, stage_key
 from fedjax_pfl.core.tensor_file import safetensors_package
 from fedjax_pfl.data import ClientData, client_data
@@ -23,6 +23,7 @@ from fedjax_pfl.networks import torch_weights
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs import checkpoints, run_directory
 from fedjax_pfl.runs.build import build
+from fedjax_pfl.runs.client_functions import client_ids, map_clients
 from fedjax_pfl.runs.example_facts import example_facts
 from fedjax_pfl.runs.network_json import from_json, lists_to_tuples, to_json
 from fedjax_pfl.runs.result import Result, make_result
@@ -30,8 +31,6 @@ from fedjax_pfl.runs.resume import restore, state_templates
 from fedjax_pfl.runs.run_state import SweepRun
 from fedjax_pfl.settings import configuration, custom
 from fedjax_pfl.settings.general import settings_with
-from fedjax_pfl.simulation.offloaded_rows import OffloadedRows
-from fedjax_pfl.simulation.stores import ClientStore
 
 _KEY = "fedjax_pfl"  # the only key of the metadata, because the order of keys is not fixed
 _FORMAT = 1
@@ -153,7 +152,7 @@ def write_models(
     """
     folder = Path(folder)
     check_folder(folder)
-    ids = _client_ids(result, clients)
+    ids = client_ids(result, clients)
     t, state = _select_state(result, best)
     run = RunFacts(
         algorithm=result.phases[-1].config.algorithm,
@@ -249,33 +248,12 @@ def personalize(
 
     `state` is the state after `t` rounds: the last or the best one of the result.
     """
-    algorithm = result.phases[-1].algorithm
-    # Copies everything to one device once, for all clients.
-    store = state.clients if isinstance(state.clients, ClientStore) else None
-    full_state = state._replace(clients=()) if store else wrap_clients(algorithm, state)
-    state, data = jax.device_put(jax.device_get((full_state, result.data)))
-    shared = state._replace(clients=())
-    offloaded = OffloadedRows(store) if store else None
 
-    def personalize_with(member: Algorithm) -> Any:
-        def serve(state: Any, data: Any, client: PyTree, i: Any, t: Any, key: Any) -> PyTree:
-            state = state._replace(rows=offloaded.join(state.rows)) if offloaded else state
-            ctx = ClientContext(
-                i=i, data=client_data(data, i), t=t, key=stage_key(key, PERSONAL, t, i)
-            )
-            return member.personalize(state, client, ctx)
+    def serve(member: Algorithm, state: Any, client: PyTree, ctx: ClientContext) -> PyTree:
+        ctx = ctx._replace(key=stage_key(ctx.key, PERSONAL, ctx.t, ctx.i))
+        return member.personalize(state, client, ctx)
 
-        return jax.jit(serve)
-
-    programs = [personalize_with(member) for member in group_algorithms(algorithm)]
-    key = jax.random.key(result.config["seed"])
-    for i in ids:
-        g = int(result.federation.groups[i])
-        if store:
-            client = trees.row(store.read(g, np.array([i])), 0)
-        else:
-            client = trees.row(state.clients[g], i)
-        yield i, jax.device_get(programs[g](shared, data, client, i, t, key))
+    return map_clients(serve, result, state, t, ids)
 
 
 def describe(path: str | Path) -> dict[str, Any]:
@@ -338,18 +316,6 @@ def check_folder(folder: Path) -> None:
     safetensors_package()
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise UsageError(f"{folder} is not empty; choose another folder")
-
-
-def _client_ids(result: Result, clients: Sequence[int] | None) -> list[int]:
-    """Returns the ids of clients to export: those in `clients`, or all if None.
-
-    Raises UsageError for one that does not exist.
-    """
-    n = result.federation.clients
-    ids = sorted(set(range(n) if clients is None else clients))
-    if invalid := [i for i in ids if not 0 <= i < n]:
-        raise UsageError(f"there is no client {invalid[0]}; there are {n}, from 0 to {n - 1}")
-    return ids
 
 
 def _select_state(result: Result, best: bool) -> tuple[int, Any]:

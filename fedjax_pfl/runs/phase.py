@@ -245,8 +245,8 @@ def _algorithm(inputs: PhaseInputs, conv: str, settings: Mapping[str, Any]) -> A
     parameters = inspect.signature(factory).parameters
     schedule = {"rounds": config.rounds, "first_round": inputs.begin}
     method_settings |= {name: schedule[name] for name in schedule if name in parameters}
-    training = transforms.selected_training(value_of, federation, _training(inputs, value_of))
-    models = tuple(_model(inputs, group_config, conv) for group_config in inputs.group_configs)
+    training = transforms.selected_training(value_of, federation, make_training(inputs, value_of))
+    models = tuple(make_network(inputs, group, conv) for group in inputs.group_configs)
 
     def group_federation(g: int) -> Federation:
         """Makes the clients of other groups inactive: nothing is stored for them."""
@@ -282,7 +282,7 @@ def _algorithm(inputs: PhaseInputs, conv: str, settings: Mapping[str, Any]) -> A
     return transforms.chain(algorithm, *transforms.selected_transforms(value_of, context))
 
 
-def _training(inputs: PhaseInputs, value_of: Callable[[str], Any]) -> local_training.Training:
+def make_training(inputs: PhaseInputs, value_of: Callable[[str], Any]) -> local_training.Training:
     """Returns the local training of a phase; `value_of` returns a setting's value by name."""
     config = inputs.configs[0]
     rate, step_schedule = _rate(inputs, config, value_of)
@@ -325,7 +325,7 @@ def _rate(
     return round_rate, None if over_rounds else factor
 
 
-def _model(inputs: PhaseInputs, config: ConfigDict, conv: str) -> Any:
+def make_network(inputs: PhaseInputs, config: ConfigDict, conv: str) -> Any:
     """Returns the network of a phase or group. Raises UsageError if it does not fit the task.
 
     `conv` is the lowering of convolutions.

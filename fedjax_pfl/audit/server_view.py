@@ -1,0 +1,86 @@
+"""A client's network as the server sees it in one round: downloaded values and their changes."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
+
+from fedjax_pfl.core import trees
+from fedjax_pfl.core.algorithm import Algorithm, PyTree
+
+_PARAMS = "['params']"
+
+
+class ServerView(NamedTuple):
+    """Arrays by their path in the variables of a network, written as by `jax.tree_util.keystr`.
+
+    Paths that the server lacks are absent.
+
+    An uploaded value is its start, or 0 without one, plus its change.
+    """
+
+    start: dict[str, jax.Array]  # downloaded values
+    change: dict[str, jax.Array]  # uploaded values minus downloaded ones, as they arrive
+
+    @property
+    def compared(self) -> set[str]:
+        """Returns the paths of parameters whose start and change are known."""
+        both = self.start.keys() & self.change.keys()
+        return {path for path in both if path.startswith(_PARAMS)}
+
+    def uploaded(self, variables: PyTree) -> PyTree | None:
+        """Returns the uploaded network in the structure of `variables`, or None if parts lack."""
+        if not by_path(variables).keys() <= self.change.keys():
+            return None
+        return tree_map_with_path(
+            lambda path, _: self.start.get(keystr(path), 0.0) + self.change[keystr(path)],
+            variables,
+        )
+
+
+def by_path(tree: PyTree) -> dict[str, jax.Array]:
+    """Returns the leaves of a tree by their path."""
+    return {keystr(path): leaf for path, leaf in tree_leaves_with_path(tree)}
+
+
+def server_view(
+    member: Algorithm, payload: PyTree, upload: PyTree, variables: PyTree
+) -> ServerView:
+    """Returns the parts of a network that are in a download and in an upload.
+
+    Layers without uploaded bytes, such as a private head, are not in the upload.
+
+    Args:
+      member: The algorithm of the client's group.
+      payload: The download.
+      upload: The upload, after compression and noise.
+      variables: Variables of the network; only paths and shapes matter.
+    """
+    bytes_up = member.traffic(payload, upload).up
+    sent = {
+        keystr(path): leaf
+        for path, leaf in tree_leaves_with_path(trees.change(payload, upload))
+        if int(bytes_up.get(trees.layer_name(path), 0)) > 0
+    }
+    return ServerView(
+        start=_find(by_path(payload), variables),
+        change=_find(sent, variables),
+    )
+
+
+def _find(leaves: dict[str, jax.Array], variables: PyTree) -> dict[str, jax.Array]:
+    """Returns the leaf for each path of `variables`: of this path, else of one that ends with it.
+
+    The collection at the start of a path, such as params, need not match. Shapes must be equal.
+    """
+    floating = {p: leaf for p, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    matches = {}
+    for path, value in by_path(variables).items():
+        in_collection = path[path.index("]") + 1 :]
+        ends_alike = [p for p in floating if p.endswith(in_collection)]
+        for candidate in [path, *ends_alike]:
+            if candidate in floating and floating[candidate].shape == value.shape:
+                matches[path] = floating[candidate]
+                break
+    return matches
