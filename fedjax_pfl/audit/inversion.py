@@ -28,6 +28,7 @@ from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import PyTree
 from fedjax_pfl.core.examples import Batch, ClientData
 from fedjax_pfl.core.local_training import Training
+from fedjax_pfl.core.optimizers import with_dtype_promotion
 from fedjax_pfl.core.task import Task
 
 
@@ -73,7 +74,7 @@ class Reconstruction(NamedTuple):
 def total_variation(images: jax.Array) -> jax.Array:
     """Returns the mean absolute difference of neighbouring pixels, for images [B, H, W, C]."""
     vertical, horizontal = jnp.diff(images, axis=1), jnp.diff(images, axis=2)
-    return sum(jnp.sum(jnp.abs(d)) for d in (vertical, horizontal)) / images.size
+    return (jnp.sum(jnp.abs(vertical)) + jnp.sum(jnp.abs(horizontal))) / images.size
 
 
 def mismatch_function(attack: Attack, view: ServerView, y: jax.Array) -> Any:
@@ -127,7 +128,9 @@ def reconstruct(
     """
     mismatch = mismatch_function(attack, view, y)
     schedule = optax.cosine_decay_schedule(attack.rate, attack.iterations, 0.01)
-    pixel_optimizer, private_optimizer = optax.adam(schedule), optax.adam(attack.private_rate)
+    pixel_optimizer, private_optimizer = (
+        with_dtype_promotion(optax.adam(rate)) for rate in (schedule, attack.private_rate)
+    )
 
     def objective(images: jax.Array, private: dict[str, jax.Array], variables: PyTree) -> Any:
         known = {**private, **view.start}

@@ -32,7 +32,7 @@ def tpr_at_fpr(members: np.ndarray, others: np.ndarray, fpr: float = 0.01) -> fl
 
     With fewer than 1 / fpr other examples, all of them lie above the threshold.
     """
-    threshold = np.sort(others)[int(fpr * len(others))]
+    threshold = np.sort(others)[int(fpr * len(others) + 1e-9)]
     return float(np.mean(members < threshold))
 
 

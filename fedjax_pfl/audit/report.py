@@ -121,11 +121,11 @@ def invert(
     size = np.minimum(train.size, examples).astype(np.int32)
     data = result.data._replace(train=Split(train.rows[:, :examples], size))
     limited = result._replace(phases=(phase,), data=data)
-    ((_, exchange),) = map_clients(_exchange, limited, state, t, [client])
+    ((_, (payload, upload)),) = map_clients(_exchange, limited, state, t, [client])
     g = int(result.federation.groups[client])
     network = _network(phase, g)
     variables = _variable_shapes(network, result)
-    view = server_view(group_algorithms(phase.algorithm)[g], *exchange, variables)
+    view = server_view(group_algorithms(phase.algorithm)[g], payload, upload, variables)
     attack = inversion.Attack(
         network=network,
         task=result.federation.task,
@@ -174,19 +174,18 @@ def infer_membership(result: Result, clients: Sequence[int]) -> dict[str, dict[s
     loss_of_served = [membership.loss_function(member.predict, task) for member in members]
     loss_of_uploaded = [membership.loss_function(network.apply, task) for network in networks]
     scores: dict[str, list[tuple[float, float]]] = {"served": [], "uploaded": []}
-    for i, (served, *exchange) in map_clients(
-        _serve_and_exchange, result, result.state, t, clients
-    ):
+    outputs = map_clients(_serve_and_exchange, result, result.state, t, clients)
+    for i, (served, payload, upload) in outputs:
         g = int(result.federation.groups[i])
-        view = server_view(members[g], *exchange, _variable_shapes(networks[g], result))
-        uploaded = view.uploaded(_variable_shapes(networks[g], result))
+        variables = _variable_shapes(networks[g], result)
+        uploaded = server_view(members[g], payload, upload, variables).uploaded(variables)
         own, test = client_data(data, i), Split(data.test.rows[i], data.test.size[i])
-        for name, losses, variables in (
+        for name, losses, model in (
             ("served", loss_of_served[g], served),
             ("uploaded", loss_of_uploaded[g], uploaded),
         ):
-            if variables is not None:
-                pair = losses(variables, own, own.train), losses(variables, own, test)
+            if model is not None:
+                pair = losses(model, own, own.train), losses(model, own, test)
                 scores[name].append((membership.auc(*pair), membership.tpr_at_fpr(*pair, FPR)))
     columns = ("auc", f"tpr_at_fpr_{FPR:g}")
     return {

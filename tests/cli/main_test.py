@@ -65,7 +65,7 @@ def ended(arguments, capsys):
     ("arguments", "line"),
     [
         (["comparee"], "there is no command 'comparee'; did you mean compare?"),
-        (["reproduce"], "there is no command 'reproduce'; there are baseline, "),
+        (["reproduce"], "there is no command 'reproduce'; there are audit, "),
         (["list", "--rounds=3"], "there is no flag --rounds\n"),
     ],
 )

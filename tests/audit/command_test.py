@@ -1,0 +1,56 @@
+"""Tests of `fedjax-pfl audit` on a run directory."""
+
+import json
+import shutil
+
+import pytest
+
+from fedjax_pfl.data.pictures import pixels
+from fedjax_pfl.runs import runner
+from tests.commands import message, run_here
+from tests.runs.common import contents
+from tests.runs.export_test import BASE
+
+pytestmark = pytest.mark.slow("whole runs; inversion_test and membership_test have the quick ones")
+
+
+def test_the_command_audits_a_run(tmp_path, capsys):
+    directory, out = tmp_path / "run", tmp_path / "out"
+    runner.run({**BASE, "algorithm": "fedper", "upload_bits": 8}, directory)
+    files = contents(directory)
+    flags = [f"--out={out}", "--clients=1-2", "--examples=3", "--iterations=20"]
+    capsys.readouterr()
+    run_here("audit", directory, *flags, "--steps=2")
+    printed = capsys.readouterr().out
+    assert "Images of client 1 from its upload in round 2" in printed
+    assert contents(directory) == files
+    assert {path.name for path in out.iterdir()} == {"audit.json", "images.png"}
+    facts = json.loads((out / "audit.json").read_text())
+    assert (facts["algorithm"], facts["inversion"]["layers"]) == ("fedper", ["fc1"])
+    assert len(facts["inversion"]["psnr"]) == 3
+    assert 0 < facts["inversion"]["share"] < 1
+    assert 0 <= facts["membership"]["served"]["auc"] <= 1
+    assert facts["membership"]["uploaded"] is None  # the head is private
+    assert pixels(out / "images.png").shape[2] == 3
+    run_here("audit", directory, *flags, "--first")
+    assert "in round 0" in capsys.readouterr().out
+
+    assert message(run_here, "audit", out) == "say where the files go: --out=FOLDER"
+    assert message(run_here, "audit", f"--out={out}").startswith("name one run directory")
+    line = message(run_here, "audit", directory, f"--out={out}", "--clients=3")
+    assert line.startswith("there is no client 3; there are 3")
+    config = directory / "config.json"
+    deployed = json.dumps(json.loads(config.read_text()) | {"deployed": True})
+    copied = shutil.copytree(directory, tmp_path / "copied")
+    (copied / "config.json").write_text(deployed)
+    assert "that was deployed" in message(run_here, "audit", copied, f"--out={out}")
+    (copied / "report.html").unlink()
+    assert "has not finished" in message(run_here, "audit", copied, f"--out={out}")
+
+
+def test_examples_must_be_images(tmp_path):
+    vectors = {**BASE["synthetic"], "shape": (5,)}
+    runner.run({**BASE, "algorithm": "fedavg", "synthetic": vectors}, tmp_path / "run")
+    line = message(run_here, "audit", tmp_path / "run", f"--out={tmp_path / 'out'}")
+    assert line == "synthetic has examples of shape [5]; an audit is for images"
+    assert not (tmp_path / "out").exists()
