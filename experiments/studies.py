@@ -1,4 +1,4 @@
-"""Runs a study of one of the four papers, draws it and writes its numbers.
+"""Runs a study of one of the four papers or of many methods, draws it and writes its numbers.
 
 python -m experiments.studies pfedla            the studies of pFedLA
 python -m experiments.studies pfedla figure6    one of them; --help shows the flags
@@ -12,7 +12,7 @@ from fedjax_pfl.cli.errors import ending
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.settings import configuration
 
-SYSTEMS = ("pfedla", "pfedhn", "fedmn", "factorized_fl")
+SYSTEMS = ("pfedla", "pfedhn", "fedmn", "factorized_fl", "methods")
 
 
 def main() -> None:

@@ -86,7 +86,9 @@ def mean_of(published: float | Sequence[float]) -> float:
 
 
 def readable(paper: str, study: str) -> dict[str, Any]:
-    """Returns the numbers that a paper states of a study's figures, by figure."""
+    """Returns the numbers that a paper states of a study's figures, by figure; {} without paper."""
+    if not (PAPERS / paper / "published.json").is_file():
+        return {}
     return {
         name: {"of": figure["of"], **figure["values"]}
         for name, figure in published(paper)["figures"].items()
