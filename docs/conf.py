@@ -151,6 +151,7 @@ glossary
 :hidden:
 :caption: Reference
 robustness
+audit
 scaling
 deploy
 speed

@@ -92,14 +92,15 @@ def mismatch_function(attack: Attack, view: ServerView, y: jax.Array) -> Any:
             return jnp.zeros(())
         start, non_params = local_training.split_variables(variables)
         params, moments = start, attack.training.optimizer.init(start)
+        change = jax.tree.map(jnp.zeros_like, start)  # exact, unlike a difference of parameters
         for step in range(attack.steps):
             grads = gradient(params, non_params, Batch(x, y, mask), jax.random.fold_in(key, step))
             updates, moments = attack.training.optimizer.update(grads[1], moments, params)
-            params = local_training.descend(params, updates, attack.training.rate(attack.t))
-        change = {"params": jax.tree.map(jnp.subtract, params, start)}
+            change = local_training.descend(change, updates, attack.training.rate(attack.t))
+            params = jax.tree.map(jnp.add, start, change)
         pairs = [
             (leaf.ravel(), view.change[path].ravel())
-            for path, leaf in by_path(change).items()
+            for path, leaf in by_path({"params": change}).items()
             if path in view.compared
         ]
         computed, uploaded = (jnp.concatenate(leaves) for leaves in zip(*pairs, strict=True))
