@@ -12,7 +12,8 @@ from fedjax_pfl.cli.errors import ending
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.settings import configuration
 
-SYSTEMS = ("pfedla", "pfedhn", "fedmn", "factorized_fl", "methods")
+SYSTEMS = ("pfedla", "pfedhn", "fedmn", "factorized_fl")
+NAMES = (*SYSTEMS, "methods")  # `methods` belongs to no paper
 
 
 def main() -> None:
@@ -20,12 +21,10 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     with ending():
         if name.lstrip("-").startswith("help") or not name:
-            print(f"{(__doc__ or '').strip()}\n\nSystems: {', '.join(SYSTEMS)}")
+            print(f"{(__doc__ or '').strip()}\n\nSystems: {', '.join(NAMES)}")
             return
-        if name not in SYSTEMS:
-            raise UsageError(
-                f"there is no system {name!r}{configuration.suggestion(name, SYSTEMS)}"
-            )
+        if name not in NAMES:
+            raise UsageError(f"there is no system {name!r}{configuration.suggestion(name, NAMES)}")
     del sys.argv[1]
     studies = importlib.import_module(f"experiments.papers.{name}.studies")
     study.launch(studies.STUDIES, studies.__doc__, name, studies.LENGTHS)

@@ -134,8 +134,8 @@ def reconstruct(
     )
 
     def objective(images: jax.Array, private: dict[str, jax.Array], variables: PyTree) -> Any:
-        known = {**private, **view.start}
-        variables = tree_map_with_path(lambda path, leaf: known.get(keystr(path), leaf), variables)
+        values = {**private, **view.start}
+        variables = tree_map_with_path(lambda path, x: values.get(keystr(path), x), variables)
         value = mismatch(pixels.to_input(images), variables)
         return value + attack.smoothness * total_variation(images), value
 
@@ -170,9 +170,9 @@ def reconstruct(
     return jax.tree.map(lambda leaf: leaf[best], attempts)
 
 
-def psnr(image: np.ndarray, other: np.ndarray) -> float:
+def psnr(image: np.ndarray, reference: np.ndarray) -> float:
     """Returns the peak signal-to-noise ratio of two images in [0, 1] in dB, at most 100."""
-    return float(-10 * np.log10(np.maximum(np.mean(np.square(image - other)), 1e-10)))
+    return float(-10 * np.log10(np.maximum(np.mean(np.square(image - reference)), 1e-10)))
 
 
 def match_order(images: np.ndarray, originals: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -180,5 +180,5 @@ def match_order(images: np.ndarray, originals: np.ndarray, y: np.ndarray) -> np.
     from scipy.optimize import linear_sum_assignment
 
     errors = np.mean(np.square(originals[:, None] - images[None]), (2, 3, 4))
-    same = np.all((y[:, None] == y[None]).reshape(len(y), len(y), -1), -1)
-    return linear_sum_assignment(np.where(same, errors, 1e6))[1]
+    equal_labels = np.all((y[:, None] == y[None]).reshape(len(y), len(y), -1), -1)
+    return linear_sum_assignment(np.where(equal_labels, errors, 1e6))[1]

@@ -16,23 +16,23 @@ from fedjax_pfl.core.examples import ClientData, Split, take
 from fedjax_pfl.core.task import Task
 
 
-def auc(members: np.ndarray, others: np.ndarray) -> float:
+def auc(members: np.ndarray, non_members: np.ndarray) -> float:
     """Computes P(loss of a member < loss of another example), where equal losses count half.
 
     It is 0.5 if losses tell nothing, and 1 if they separate members from the others.
     """
-    ordered = np.sort(others)
+    ordered = np.sort(non_members)
     not_above = np.searchsorted(ordered, members, "right")
     below = np.searchsorted(ordered, members, "left")
     return float(np.mean(1 - (below + not_above) / (2 * len(ordered))))
 
 
-def tpr_at_fpr(members: np.ndarray, others: np.ndarray, fpr: float = 0.01) -> float:
+def tpr_at_fpr(members: np.ndarray, non_members: np.ndarray, fpr: float = 0.01) -> float:
     """Computes the largest share of members below a threshold with at most `fpr` of the others.
 
     With fewer than 1 / fpr other examples, all of them lie above the threshold.
     """
-    threshold = np.sort(others)[int(fpr * len(others) + 1e-9)]
+    threshold = np.sort(non_members)[int(fpr * len(non_members) + 1e-9)]
     return float(np.mean(members < threshold))
 
 

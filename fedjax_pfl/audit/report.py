@@ -179,13 +179,16 @@ def infer_membership(result: Result, clients: Sequence[int]) -> dict[str, dict[s
         g = int(result.federation.groups[i])
         variables = _variable_shapes(networks[g], result)
         uploaded = server_view(members[g], payload, upload, variables).uploaded(variables)
-        own, test = client_data(data, i), Split(data.test.rows[i], data.test.size[i])
+        client_examples, test = client_data(data, i), Split(data.test.rows[i], data.test.size[i])
         for name, losses, model in (
             ("served", loss_of_served[g], served),
             ("uploaded", loss_of_uploaded[g], uploaded),
         ):
             if model is not None:
-                pair = losses(model, own, own.train), losses(model, own, test)
+                pair = (
+                    losses(model, client_examples, client_examples.train),
+                    losses(model, client_examples, test),
+                )
                 scores[name].append((membership.auc(*pair), membership.tpr_at_fpr(*pair, FPR)))
     columns = ("auc", f"tpr_at_fpr_{FPR:g}")
     return {
@@ -293,9 +296,9 @@ def _variable_shapes(network: Any, result: Result) -> PyTree:
 
 def _training_batch(data: FederatedData, client: int) -> Batch:
     """Returns the training examples of a client, in NumPy arrays."""
-    own = client_data(data, client)
-    rows = own.train.rows[: int(own.train.size)]
-    return jax.device_get(take(own, rows, np.ones(len(rows), bool)))
+    client_examples = client_data(data, client)
+    rows = client_examples.train.rows[: int(client_examples.train.size)]
+    return jax.device_get(take(client_examples, rows, np.ones(len(rows), bool)))
 
 
 def _pixel_range(data: FederatedData) -> inversion.Pixels:

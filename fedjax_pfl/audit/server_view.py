@@ -26,8 +26,8 @@ class ServerView(NamedTuple):
     @property
     def compared(self) -> set[str]:
         """Returns the paths of parameters whose start and change are known."""
-        both = self.start.keys() & self.change.keys()
-        return {path for path in both if path.startswith(_PARAMS)}
+        shared_paths = self.start.keys() & self.change.keys()
+        return {path for path in shared_paths if path.startswith(_PARAMS)}
 
     def uploaded(self, variables: PyTree) -> PyTree | None:
         """Returns the uploaded network in the structure of `variables`, or None if parts lack."""
