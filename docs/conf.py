@@ -151,7 +151,6 @@ glossary
 :hidden:
 :caption: Reference
 robustness
-audit
 scaling
 deploy
 speed

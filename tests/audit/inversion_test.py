@@ -14,8 +14,8 @@ from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.trees import row
 from fedjax_pfl.data import client_data
 from fedjax_pfl.transforms.compression import compression
+from fedjax_pfl.transforms.privacy import local_privacy
 from fedjax_pfl.transforms.private_layers import private_layers
-from fedjax_pfl.transforms.upload_noise import upload_noise
 
 RNG = np.random.default_rng(0)
 TRAINING = pfl.local_sgd(0.5, steps=1, batch_size=1)
@@ -113,7 +113,7 @@ def test_uploads_are_compared_as_they_arrive():
     network = pfl.networks.MLP(outputs=3, hidden=())
     *_, exact, variables = exchange("fedavg", network)
     for transform in (
-        upload_noise(1.0, 0.1),
+        local_privacy(EXAMPLES, clip_norm=1.0, noise_multiplier=0.1),
         compression(DATA.federation, EXAMPLES, top_k=0.1, feedback=False),
     ):
         payload, upload, view, _ = exchange("fedavg", network, transform)
