@@ -85,7 +85,7 @@ def round_shapes(algorithm: Algorithm, data: FederatedData) -> RoundShapes:
     """Returns the shapes of one client's round under an algorithm without groups."""
     key, i = jax.eval_shape(jax.random.key, 0), jax.ShapeDtypeStruct((), jnp.int32)
 
-    def run(key: jax.Array, i: jax.Array) -> RoundShapes:
+    def run(key: jax.Array, i: jax.Array, data: FederatedData) -> RoundShapes:
         state = algorithm.init(key)
         payload = algorithm.send(
             state._replace(clients=()), ClientContext(i=i, data=None, t=i, key=key)
@@ -96,7 +96,7 @@ def round_shapes(algorithm: Algorithm, data: FederatedData) -> RoundShapes:
             state=state, payload=payload, upload=result.upload, variables=result.variables
         )
 
-    return jax.eval_shape(run, key, i)
+    return jax.eval_shape(run, key, i, data)
 
 
 def is_variance(path: tuple[Any, ...]) -> bool:

@@ -72,7 +72,7 @@ def unsupported_reason(algorithm: Algorithm, data: FederatedData) -> str:
     """
     grouped, members = as_grouped(algorithm), group_algorithms(algorithm)
 
-    def uploads(key: jax.Array, i: jax.Array) -> list[PyTree]:
+    def uploads(key: jax.Array, i: jax.Array, data: FederatedData) -> list[PyTree]:
         state = grouped.init(key)
         shared = state._replace(clients=())
         ctx = ClientContext(i=i, data=None, t=i, key=key)
@@ -83,5 +83,5 @@ def unsupported_reason(algorithm: Algorithm, data: FederatedData) -> str:
         ]
 
     key, i = jax.eval_shape(jax.random.key, 0), jax.ShapeDtypeStruct((), jnp.int32)
-    leaves = jax.tree.leaves(jax.eval_shape(uploads, key, i))
+    leaves = jax.tree.leaves(jax.eval_shape(uploads, key, i, data))
     return clip_and_noise.not_covered_reason(leaves)

@@ -1,4 +1,4 @@
-"""Tests of whole runs with privacy: the stated ε, resuming, and an empirical lower bound."""
+"""Tests of whole runs with privacy: the stated ε, and resuming."""
 
 import pytest
 
