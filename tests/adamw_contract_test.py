@@ -39,7 +39,7 @@ def make(
     name: str,
     federation: Federation,
     settings: Mapping[str, Any] = cases.NOTHING,
-    learning_rate: Any = 0.01,
+    learning_rate: Any = 0.03,
 ) -> Algorithm:
     training = local_training.make_training(
         optimizers.OPTIMIZERS["adamw"](VALUES.__getitem__),
@@ -72,7 +72,7 @@ def test_a_point_of_a_sweep_of_learning_rates_equals_a_run():
         method = make("fedavg", rules.TINY.federation, {}, settings["rate"])
         return round_functions(method, rules.TINY.federation, **contract.OPTIONS)
 
-    rounds = sweep.make_rounds(functions, {"rate": (0.005, 0.01)}, None, width=1)
+    rounds = sweep.make_rounds(functions, {"rate": (0.01, 0.03)}, None, width=1)
     states, _ = rounds.run(points, rounds.init(points), rules.TINY.data, jnp.int32(0), jnp.int32(1))
     expected, _ = make_subject("fedavg").run(1)
     chex.assert_trees_all_close(trees.row(states, 1), expected, **contract.TOLERANCES)

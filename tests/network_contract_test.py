@@ -74,9 +74,13 @@ SUBJECTS = [
     ("nnx", "fedavg"),
     *(pytest.param(network, name, marks=LONG) for network in SLOW for name in SLOW[network]),
 ]
-# With the case's rate of 0.1 the loss of a generated transformer oscillates.
-# With 0.003 it falls slowly: from 48.2 to 47.4 in 36 rounds, and to 43.0 in 48.
-SETTINGS = {("transformer", "pfedhn"): {"rate": 0.003}}
+# With the case's rate of 0.1 the loss of generated networks oscillates.
+# The transformer's falls slowly: from 48.2 to 47.4 in 36 rounds, and to 43.0 in 48.
+SETTINGS = {
+    ("linen", "pfedhn"): {"rate": 0.03},
+    ("nnx", "pfedhn"): {"rate": 0.03},
+    ("transformer", "pfedhn"): {"rate": 0.003},
+}
 ROUNDS = {("transformer", "pfedhn"): 48}
 
 

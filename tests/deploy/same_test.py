@@ -62,8 +62,8 @@ SLOW = pytest.mark.slow("all methods; FedPer, which has a private head, is quick
 def test_deployed_rounds_equal_the_simulation(name, dropout, tmp_path):
     """Absent nodes equal clients that the simulation drops."""
     (state, totals, scores), deployed = run_both(name, tmp_path, dropout)
-    chex.assert_trees_all_close(deployed[0], state, rtol=1e-6, atol=1e-6)
-    chex.assert_trees_all_close(deployed[2], scores, rtol=1e-6, atol=1e-6)
+    chex.assert_trees_all_close(deployed[0], state, rtol=3e-5, atol=3e-5)
+    chex.assert_trees_all_close(deployed[2], scores, rtol=3e-5, atol=3e-5)
     if dropout:
         assert sum(totals.dropped) > 1
         downloads = {"down": {}, "client_down": []}
