@@ -97,7 +97,10 @@ HOLES = np.where(np.arange(12).reshape(4, 3) == 7, np.nan, 0)
         (lambda: arrays(X, Y, owners=np.array([0, 1])), r"names, or integers from 0 \[4\]"),
         (lambda: arrays(X, Y, owners=np.array([0, 0, 1, -1])), "names, or integers from 0"),
         (lambda: arrays(X, Y, owners=np.array([0, 0, 1, 0.5])), "names, or integers from 0"),
-        (lambda: arrays(X, Y, owners=["a", "a", " ", "b"]), "the name ''; use 1 to 80"),
+        (
+            lambda: arrays(X, Y, owners=["a", "a", " ", "b"]),
+            "a name of 0 characters that starts with ''; use 1 to 80",
+        ),
         (lambda: arrays(X, Y, owners=["a", "a", "b\nc", "b"]), "printable characters"),
         (lambda: arrays(X, Y, X, Y, owners=list("aabb"), owners_test=Y), "must both be names"),
         (lambda: arrays(X, Y, x_test=X, y_test=Y, owners_test=Y), "without owners; give both"),
