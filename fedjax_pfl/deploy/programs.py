@@ -12,6 +12,7 @@ from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Cohort, Federati
 from fedjax_pfl.core.examples import FederatedData, Split, client_data
 from fedjax_pfl.core.randomness import INIT, PERSONAL, RECEIVE, SEND, TRAIN, stage_key
 from fedjax_pfl.deploy import split_personalize
+from fedjax_pfl.simulation.map_clients import map_clients
 from fedjax_pfl.simulation.records import Evaluation
 from fedjax_pfl.simulation.rounds import round_functions
 
@@ -172,7 +173,7 @@ class ServerPrograms:
         self.receive = jax.jit(method.grouped.receive)
         round_programs = round_functions(method.algorithm, method.federation, cohort=cohort)
         self.sample_slots = jax.jit(partial(round_programs.sample_slots, _key(method)))
-        self.send = tuple(jax.jit(partial(_send, method, g)) for g in group_indices)
+        self.send = tuple(jax.jit(partial(_send_all, method, g)) for g in group_indices)
         self.check_upload = tuple(jax.jit(partial(_check_upload, method, g)) for g in group_indices)
         self.server_part = tuple(
             jax.jit(partial(_server_part, method, g, self.shapes[g].client, data))
@@ -211,6 +212,22 @@ def _key(method: Method) -> jax.Array:
 def _send(method: Method, g: int, state: State, i: jax.Array, t: jax.Array) -> PyTree:
     """Returns the payload of client `i` of group `g` in round `t`."""
     return method.group_algorithm(g).send(state, _context(method, SEND, i, t))
+
+
+def _send_all(method: Method, g: int, state: State, ids: jax.Array, t: jax.Array) -> PyTree:
+    """Returns the payloads of the clients `ids` [K] of group `g` in round `t`, [K, ...].
+
+    They are computed in blocks of clients as in the simulation, which sets the order of sums.
+    """
+
+    def send(inputs: tuple[State, jax.Array], i: jax.Array) -> PyTree:
+        return _send(method, g, inputs[0], i, inputs[1])
+
+    def payload(_: Any, item: tuple[jax.Array, PyTree]) -> PyTree:
+        return item[1]
+
+    everyone = jnp.ones(len(ids), bool)
+    return map_clients(payload, (), ids, everyone, 1, None, send, (state, t))
 
 
 def _context(method: Method, stage: int, i: Any, t: Any, data: Any = None) -> ClientContext:

@@ -4,7 +4,7 @@ The server computes the same round as the simulation. A client whose response is
 absent, like a client that `dropout` removes in a simulation.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -81,7 +81,8 @@ def sample(server: Server, t: int) -> list[int]:
 def open_round(server: Server, server_state: ServerState, t: int) -> PendingRequests:
     """Samples the cohort of round `t` and builds its training requests."""
     facts = {"kind": TRAIN, "run": server.run, "round": t}
-    parts = {i: {"payload": _payload(server, server_state, i, t)} for i in sample(server, t)}
+    payloads = _payloads(server, server_state, sample(server, t), t)
+    parts = {i: {"payload": payload} for i, payload in payloads.items()}
     return _encode_requests(server, server_state, facts, parts)
 
 
@@ -99,14 +100,23 @@ def open_evaluation(
         served_values = server_part(server_state.state, np.int32(i), np.int32(t))
         parts_by_client[i] = {"served": jax.device_get(served_values)}
         if method.evaluate_after:
-            parts_by_client[i]["payload"] = _payload(server, server_state, i, t)
+            parts_by_client[i]["payload"] = _payloads(server, server_state, [i], t)[i]
     return _encode_requests(server, server_state, facts, parts_by_client)
 
 
-def _payload(server: Server, server_state: ServerState, i: int, t: int) -> PyTree:
-    """Computes the payload of client `i` in round `t`."""
-    send = server.programs.send[server.programs.method.group(i)]
-    return jax.device_get(send(server_state.state, np.int32(i), np.int32(t)))
+def _payloads(
+    server: Server, server_state: ServerState, ids: Sequence[int], t: int
+) -> dict[int, PyTree]:
+    """Computes the payloads of clients in round `t`, by client id."""
+    payloads: dict[int, PyTree] = {}
+    for g, send in enumerate(server.programs.send):
+        members = [i for i in ids if server.programs.method.group(i) == g]
+        if members:
+            # Repeated ids keep the shape if groups have other numbers of clients in other rounds.
+            slots = np.resize(np.array(members, np.int32), len(ids))
+            stacked = jax.device_get(send(server_state.state, slots, np.int32(t)))
+            payloads |= {i: trees.row(stacked, k) for k, i in enumerate(members)}
+    return {i: payloads[i] for i in ids}
 
 
 def _encode_requests(

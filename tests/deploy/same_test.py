@@ -19,11 +19,14 @@ from tests.deploy.loopback import loopback
 
 SEED, CLIENTS, ROUNDS, COHORT, DROPOUT = 7, 4, 3, 3, 0.4
 DATA, FEDERATION = tiny.federated(clients=CLIENTS)
+# Programs of other shapes round the largest singular values differently by 1e-7, and BatchNorm
+# magnifies this to the tolerances. Without them both give the same bits.
+SETTINGS = {"pfedhn_pc": {"spectral_norm": False}}
 
 
 def run_both(name, folder, dropout):
     """Returns (state, ledger, scores) of the simulation and of the deployed rounds."""
-    algorithm = cases.make(name, FEDERATION)
+    algorithm = cases.make(name, FEDERATION, SETTINGS.get(name, cases.NOTHING))
     settings = {"cohort": COHORT, "max_rounds": ROUNDS, "dropout": dropout}
     rounds = make_rounds(algorithm, FEDERATION, **settings)
     key = jax.random.key(SEED)
@@ -62,8 +65,8 @@ SLOW = pytest.mark.slow("all methods; FedPer, which has a private head, is quick
 def test_deployed_rounds_equal_the_simulation(name, dropout, tmp_path):
     """Absent nodes equal clients that the simulation drops."""
     (state, totals, scores), deployed = run_both(name, tmp_path, dropout)
-    chex.assert_trees_all_close(deployed[0], state, rtol=3e-5, atol=3e-5)
-    chex.assert_trees_all_close(deployed[2], scores, rtol=3e-5, atol=3e-5)
+    chex.assert_trees_all_close(deployed[0], state, rtol=1e-6, atol=1e-6)
+    chex.assert_trees_all_close(deployed[2], scores, rtol=1e-6, atol=1e-6)
     if dropout:
         assert sum(totals.dropped) > 1
         downloads = {"down": {}, "client_down": []}
