@@ -74,14 +74,15 @@ SUBJECTS = [
     ("nnx", "fedavg"),
     *(pytest.param(network, name, marks=LONG) for network in SLOW for name in SLOW[network]),
 ]
-# With the case's rate of 0.1 the loss of generated networks oscillates.
-# The transformer's falls slowly: from 48.2 to 47.4 in 36 rounds, and to 43.0 in 48.
+# With the case's rate of 0.1 the losses of generated networks rise in the first rounds.
+# With 0.01 those of the small networks fall from 33 to below 6 in 36 rounds. With 0.003 that of the
+# transformer falls slowly: from 48.2 to 47.4 in 36 rounds, and to 43.0 in 48.
 SETTINGS = {
-    ("linen", "pfedhn"): {"rate": 0.03},
-    ("nnx", "pfedhn"): {"rate": 0.03},
+    ("linen", "pfedhn"): {"rate": 0.01},
+    ("nnx", "pfedhn"): {"rate": 0.01},
     ("transformer", "pfedhn"): {"rate": 0.003},
 }
-ROUNDS = {("transformer", "pfedhn"): 48}
+ROUNDS = {("linen", "pfedhn"): 36, ("nnx", "pfedhn"): 36, ("transformer", "pfedhn"): 48}
 
 
 @cache
