@@ -38,7 +38,6 @@ from jax.flatten_util import ravel_pytree
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
-    ClientContext,
     Cohort,
     Federation,
     PyTree,
@@ -51,6 +50,7 @@ from fedjax_pfl.transforms.wrapping import (
     Transform,
     TransformContext,
     check_single_model,
+    with_server_state,
 )
 
 _SMOOTHING = 1e-6  # least distance in a Weiszfeld step
@@ -261,52 +261,33 @@ def robust(
     def transform(algorithm: Algorithm) -> Algorithm:
         check_single_model("robust_rule", algorithm, data)
 
-        def init(key: jax.Array, start: State | None = None) -> State:
-            state = algorithm.init(key, start and _method_state(start))
-            counts = jnp.zeros(clients), jnp.zeros(clients, jnp.int32)
-            return state._replace(server=Server(state.server, *counts))
+        def first(server: PyTree) -> Server:
+            return Server(server, jnp.zeros(clients), jnp.zeros(clients, jnp.int32))
 
-        def send(state: State, ctx: ClientContext) -> PyTree:
-            return algorithm.send(_method_state(state), ctx)
-
-        def receive(state: State, cohort: Cohort) -> tuple[Server, PyTree]:
+        def receive(record: Server, state: State, cohort: Cohort) -> tuple[Server, PyTree]:
             upload, trust = aggregate(cohort)
-            first = jnp.argmax(cohort.arrived)[None]
+            place = jnp.argmax(cohort.arrived)[None]
             single = Cohort(
-                ids=cohort.ids[first],
-                arrived=cohort.arrived[first],
+                ids=cohort.ids[place],
+                arrived=cohort.arrived[place],
                 weights=jnp.ones(1),
-                payloads=trees.row(cohort.payloads, first),
+                payloads=trees.row(cohort.payloads, place),
                 uploads=jax.tree.map(lambda leaf: leaf[None], upload),
                 t=cohort.t,
+                key=cohort.key,
             )
-            server, rows = algorithm.receive(_method_state(state), single)
-            _, total, rounds = state.server
-            total = total.at[cohort.ids].add(trust, mode="drop")
-            rounds = rounds.at[cohort.ids].add(1, mode="drop")
+            server, rows = algorithm.receive(state, single)
+            total = record.trust.at[cohort.ids].add(trust, mode="drop")
+            rounds = record.rounds.at[cohort.ids].add(1, mode="drop")
             return Server(server, total, rounds), rows
 
-        def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:
-            return algorithm.personalize(_method_state(state), client, ctx)
+        def observe(record: Server) -> dict[str, jax.Array]:
+            mean = record.trust / jnp.maximum(record.rounds, 1).astype(jnp.float32)
+            return {"client_trust": jnp.where(record.rounds > 0, mean, jnp.nan)}
 
-        def observe(state: State) -> dict[str, jax.Array]:
-            _, total, rounds = state.server
-            trust = jnp.where(
-                rounds > 0, total / jnp.maximum(rounds, 1).astype(jnp.float32), jnp.nan
-            )
-            return algorithm.observe(_method_state(state)) | {"client_trust": trust}
-
-        return algorithm._replace(
-            init=init, send=send, receive=receive, personalize=personalize, observe=observe
-        )
+        return with_server_state(algorithm, Server, first, receive, observe)
 
     return transform
-
-
-def _method_state(state: State) -> State:
-    """Returns the state with the method's own server part."""
-    server = state.server
-    return state._replace(server=server.method if isinstance(server, Server) else server)
 
 
 _PER_PHASE: frozenset[Role] = frozenset({"per_phase"})

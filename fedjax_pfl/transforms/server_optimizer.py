@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Cohort, PyTree, State
+from fedjax_pfl.core.algorithm import Algorithm, Cohort, PyTree, State
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.core.setting import Limits, Role, Setting, UsedWith
 from fedjax_pfl.transforms.wrapping import (
@@ -32,6 +32,7 @@ from fedjax_pfl.transforms.wrapping import (
     Transform,
     TransformContext,
     check_single_model,
+    with_server_state,
 )
 
 
@@ -91,40 +92,21 @@ def server_optimizer(data: FederatedData, optimizer: optax.GradientTransformatio
     def transform(algorithm: Algorithm) -> Algorithm:
         check_single_model("server_optimizer", algorithm, data)
 
-        def init(key: jax.Array, start: State | None = None) -> State:
-            state = algorithm.init(key, start and _method_state(start))
-            optimizer_state = optimizer.init(state.server["params"])
-            return state._replace(server=Server(state.server, optimizer_state))
+        def first(server: PyTree) -> Server:
+            return Server(server, optimizer.init(server["params"]))
 
-        def send(state: State, ctx: ClientContext) -> PyTree:
-            return algorithm.send(_method_state(state), ctx)
-
-        def receive(state: State, cohort: Cohort) -> tuple[Server, PyTree]:
-            mean, rows = algorithm.receive(_method_state(state), cohort)
-            old = state.server.method["params"]
+        def receive(record: Server, state: State, cohort: Cohort) -> tuple[Server, PyTree]:
+            mean, rows = algorithm.receive(state, cohort)
+            old = state.server["params"]
             delta = jax.tree.map(jnp.subtract, mean["params"], old)
             gradient = jax.tree.map(jnp.negative, delta)
-            steps, optimizer_state = optimizer.update(gradient, state.server.optimizer, old)
+            steps, optimizer_state = optimizer.update(gradient, record.optimizer, old)
             new = jax.tree.map(_apply_step, old, steps, delta, mean["params"])
             return Server({**mean, "params": new}, optimizer_state), rows
 
-        def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:
-            return algorithm.personalize(_method_state(state), client, ctx)
-
-        def observe(state: State) -> dict[str, jax.Array]:
-            return algorithm.observe(_method_state(state))
-
-        return algorithm._replace(
-            init=init, send=send, receive=receive, personalize=personalize, observe=observe
-        )
+        return with_server_state(algorithm, Server, first, receive)
 
     return transform
-
-
-def _method_state(state: State) -> State:
-    """Returns the state with the method's own server part, without the optimiser's state."""
-    server = state.server
-    return state._replace(server=server.method if isinstance(server, Server) else server)
 
 
 def _apply_step(old: jax.Array, step: jax.Array, delta: jax.Array, mean: jax.Array) -> jax.Array:

@@ -7,7 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, PyTree, State
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    Cohort,
+    Federation,
+    PyTree,
+    State,
+)
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.groups import (
@@ -156,6 +163,42 @@ def _without_records(part: PyTree) -> PyTree:
     while getattr(part, "_fields", ("",))[0] == "method":
         part = part.method
     return part
+
+
+def with_server_state(
+    algorithm: Algorithm,
+    record: Any,
+    first: Callable[[PyTree], Any],
+    receive: Callable[[Any, State, Cohort], tuple[Any, PyTree]],
+    observe: Callable[[Any], dict[str, jax.Array]] = lambda record: {},
+) -> Algorithm:
+    """Returns an algorithm whose server also keeps state of a transform.
+
+    Args:
+      algorithm: The algorithm.
+      record: NamedTuple (method, state of the transform): the type of the server's state.
+      first: Server-side state of the method -> the initial record.
+      receive: (record, state of the method, cohort) -> (new record, rows of the server).
+      observe: Record -> arrays that are observed besides those of the method.
+    """
+
+    def method_state(state: State) -> State:
+        server = state.server
+        return state._replace(server=server.method if isinstance(server, record) else server)
+
+    def init(key: jax.Array, start: State | None = None) -> State:
+        state = algorithm.init(key, start and method_state(start))
+        return state._replace(server=first(state.server))
+
+    return algorithm._replace(
+        init=init,
+        send=lambda state, ctx: algorithm.send(method_state(state), ctx),
+        receive=lambda state, cohort: receive(state.server, method_state(state), cohort),
+        personalize=lambda state, client, ctx: algorithm.personalize(
+            method_state(state), client, ctx
+        ),
+        observe=lambda state: algorithm.observe(method_state(state)) | observe(state.server),
+    )
 
 
 def with_client_state(

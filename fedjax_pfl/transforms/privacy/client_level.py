@@ -39,7 +39,12 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.core.groups import has_groups
 from fedjax_pfl.transforms.privacy import clip_and_noise
-from fedjax_pfl.transforms.wrapping import RoundShapes, Transform, round_shapes
+from fedjax_pfl.transforms.wrapping import (
+    RoundShapes,
+    Transform,
+    round_shapes,
+    with_server_state,
+)
 
 _QUANTILE_SHARE = 0.1  # of the squared inverse noise multiplier
 _QUANTILE_RATE = 0.2  # the paper's learning rate of log C
@@ -86,31 +91,44 @@ def client_privacy(
         def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
             return clip_and_noise.accepted(payload, client, algorithm.train(payload, client, ctx))
 
-        def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
-            if not is_clipped:
-                weights = cohort.arrived.astype(jnp.float32)
-                return algorithm.receive(state, cohort._replace(weights=weights))
-            norm = state.server.clip_norm if quantile is not None else clip_norm
-            state = _method_state(state)
+        def receive_noised(state: State, cohort: Cohort, norm: Any) -> tuple[Any, jax.Array]:
+            """Returns the results of `receive`, and which clients are below the norm."""
             payload = algorithm.send(
                 state, ClientContext(i=0, data=None, t=cohort.t, key=cohort.key)
             )
-            delta_key, share_key = jax.random.split(cohort.key)
             change, is_below = _mean_change(payload, cohort, norm, clients_per_round)
             if noise_multiplier:
                 deviation = noise_multiplier * norm / (clients_per_round * math.sqrt(delta_share))
+                delta_key, _ = jax.random.split(cohort.key)
                 change = clip_and_noise.add_noise(change, deviation, delta_key)
             released = _released(payload, cohort, change, clients_per_round, federation.clients)
-            server, rows = algorithm.receive(state, released)
-            if quantile is None:
-                return server, rows
+            return algorithm.receive(state, released), is_below
+
+        def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
+            if is_clipped:
+                return receive_noised(state, cohort, clip_norm)[0]
+            weights = cohort.arrived.astype(jnp.float32)
+            return algorithm.receive(state, cohort._replace(weights=weights))
+
+        def receive_adaptive(record: Server, state: State, cohort: Cohort) -> tuple[Server, PyTree]:
+            assert quantile is not None
+            (server, rows), is_below = receive_noised(state, cohort, record.clip_norm)
             noise = noise_multiplier / (2 * math.sqrt(_QUANTILE_SHARE))
+            _, share_key = jax.random.split(cohort.key)
             count = jnp.sum(is_below.astype(jnp.float32)) + noise * jax.random.normal(share_key)
             step = _QUANTILE_RATE * (count / clients_per_round - quantile)
-            return Server(server, norm * jnp.exp(-step)), rows
+            return Server(server, record.clip_norm * jnp.exp(-step)), rows
 
         wrapped = algorithm._replace(train=train, receive=receive)
-        return wrapped if quantile is None else _with_norm(wrapped, algorithm, clip_norm)
+        if quantile is None:
+            return wrapped
+        return with_server_state(
+            wrapped,
+            Server,
+            first=lambda server: Server(server, jnp.float32(clip_norm)),
+            receive=receive_adaptive,
+            observe=lambda record: {"clip_norm": record.clip_norm},
+        )
 
     return transform
 
@@ -145,31 +163,6 @@ def _released(payload: PyTree, cohort: Cohort, change: PyTree, slots: int, clien
         t=cohort.t,
         key=cohort.key,
     )
-
-
-def _method_state(state: State) -> State:
-    """Returns the state with the method's own server part, without the clipping norm."""
-    server = state.server
-    return state._replace(server=server.method if isinstance(server, Server) else server)
-
-
-def _with_norm(wrapped: Algorithm, algorithm: Algorithm, clip_norm: float) -> Algorithm:
-    """Returns `wrapped` with the clipping norm in the server's state; `algorithm` is the method."""
-
-    def init(key: jax.Array, start: State | None = None) -> State:
-        state = algorithm.init(key, start and _method_state(start))
-        return state._replace(server=Server(state.server, jnp.float32(clip_norm)))
-
-    def send(state: State, ctx: ClientContext) -> PyTree:
-        return algorithm.send(_method_state(state), ctx)
-
-    def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:
-        return algorithm.personalize(_method_state(state), client, ctx)
-
-    def observe(state: State) -> dict[str, jax.Array]:
-        return algorithm.observe(_method_state(state)) | {"clip_norm": state.server.clip_norm}
-
-    return wrapped._replace(init=init, send=send, personalize=personalize, observe=observe)
 
 
 def unsupported_reason(algorithm: Algorithm, data: FederatedData) -> str:
