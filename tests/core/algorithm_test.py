@@ -49,16 +49,25 @@ def test_put_writes_rows_of_clients_that_arrived():
     np.testing.assert_array_equal(cohort.present(UPLOADS)["w"], [[2, 0], [0, 0], [6, 4]])
 
 
-def test_update_equals_put_in_blocks(monkeypatch):
-    """Two blocks of two clients overlap; the second client of each is absent."""
+def test_update_changes_every_row_once_in_overlapping_blocks(monkeypatch):
+    """Blocks have two of three slots, so the second slot is in both."""
     monkeypatch.setattr(algorithm, "_BLOCK", 2)
-    rows, step = {"w": jnp.arange(12.0).reshape(6, 2)}, jnp.array([[1.0], [2.0], [4.0]])
-    updated = make_cohort([1] * 6).update(
-        rows, lambda row, x, factor: {"w": 10 * row["w"] + factor * x}, UPLOADS["w"], step
+    rows, factors = {"w": jnp.arange(12.0).reshape(6, 2)}, jnp.array([[1.0], [2.0], [4.0]])
+    everyone = make_cohort([1] * 6)._replace(
+        ids=jnp.array([4, 2, 1]), arrived=jnp.ones(3, bool), uploads=()
     )
-    expected = np.array(rows["w"])
-    expected[4], expected[1] = [80 + 2, 90 + 0], [20 + 24, 30 + 16]
-    np.testing.assert_array_equal(updated["w"], expected)
+
+    def update(row, x, factor):
+        return {"w": 10 * row["w"] + factor * x}
+
+    for arrived in (everyone.arrived, jnp.array([True, False, True])):
+        cohort = everyone._replace(arrived=arrived, ids=jnp.where(arrived, everyone.ids, 6))
+        expected = np.array(rows["w"])
+        for slot in np.flatnonzero(arrived):
+            i = int(cohort.ids[slot])
+            expected[i] = 10 * expected[i] + factors[slot] * UPLOADS["w"][slot]
+        updated = cohort.update(rows, update, UPLOADS["w"], factors)
+        np.testing.assert_array_equal(updated["w"], expected)
 
 
 @pytest.mark.slow("a program for each of six methods")

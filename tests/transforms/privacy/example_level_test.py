@@ -58,6 +58,11 @@ def test_clipped_gradients_equal_a_loop_and_padding_is_invisible():
     chex.assert_trees_all_close(grads, jax.tree.map(lambda t: t / 4, total), rtol=1e-6, atol=1e-7)
     other = batch._replace(x=jnp.where(batch.mask[:, None], batch.x, 1e30))
     chex.assert_trees_all_equal(jax.jit(noised)(params, {}, other, KEY)[1], grads)
+    # An example whose gradient is not finite adds nothing, and is counted.
+    bad = batch._replace(x=batch.x.at[2].set(jnp.nan), mask=batch.mask.at[2].set(True))
+    without = jax.tree.map(lambda g: 4 / 5 * g, grads)
+    actual = jax.jit(noised)(params, {}, bad, KEY)[1]
+    chex.assert_trees_all_close(actual, without, rtol=1e-6, atol=1e-7)
 
 
 def test_noise_has_the_stated_variance():
