@@ -30,7 +30,7 @@ class ServerView(NamedTuple):
         return {path for path in shared_paths if path.startswith(_PARAMS)}
 
     def uploaded(self, variables: PyTree) -> PyTree | None:
-        """Returns the uploaded network in the structure of `variables`, or None if parts are missing."""
+        """Returns the uploaded network, shaped like `variables`, or None if parts are missing."""
         if not by_path(variables).keys() <= self.change.keys():
             return None
         return tree_map_with_path(

@@ -16,6 +16,7 @@ from experiments.papers.study import COLOURS, DATASET, ROUNDS, mean_std, runs
 from experiments.papers.table import accuracy
 from fedjax_pfl.audit.report import infer_membership, invert
 from fedjax_pfl.presets import baseline
+from fedjax_pfl.report.method_labels import table_label
 
 METHODS = (
     "local",
@@ -60,10 +61,19 @@ def _scatter(numbers: Mapping[str, Any]) -> Figure:
     """Draws accuracy against the PSNR of reconstructions in the last round."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axis = figure.subplots()
-    for name, row in numbers.items():
+    by_accuracy = sorted(numbers.items(), key=lambda item: item[1]["accuracy"]["mean"])
+    for k, (name, row) in enumerate(by_accuracy):
         place = row["PSNR last"]["mean"], row["accuracy"]["mean"]
         axis.plot(*place, "o", color=COLOURS[0])
-        axis.annotate(name, place, xytext=(4, 4), textcoords="offset points", fontsize=8)
+        side, offset = (("left", 6), ("right", -6))[k % 2]  # neighbours on different sides
+        axis.annotate(
+            table_label(name),
+            place,
+            xytext=(offset, -3),
+            textcoords="offset points",
+            ha=side,
+            fontsize=8,
+        )
     axis.set(xlabel="PSNR of reconstructed images, last round (dB)", ylabel="accuracy (%)")
     axis.margins(0.15)
     return figure
