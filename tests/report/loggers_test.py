@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -85,24 +86,15 @@ def read_tensorboard(directory):
 
 
 def read_wandb(directory):
-    """Returns settings, and scalars by round, of the only offline run.
-
-    Its file is a log of LevelDB: in blocks of 32 KiB, records of checksum, length, kind, content.
-    """
-    from wandb.proto import wandb_internal_pb2
-
+    """Returns settings, and scalars by round, of the only offline run."""
     (path,) = (directory / "wandb").glob("offline-run-*/*.wandb")
-    data, position, content = path.read_bytes(), 7, b""
+    deadline = time.monotonic() + 60
+    # A process of its own writes the file. It writes the last records after `finish` has returned.
+    while not (records := wandb_records(path.read_bytes())) or not records[-1].HasField("exit"):
+        assert time.monotonic() < deadline, [r.WhichOneof("record_type") for r in records]
+        time.sleep(0.05)
     settings, evaluations = {}, []
-    while position + 7 <= len(data):
-        if 2**15 - position % 2**15 < 7:
-            position += 2**15 - position % 2**15
-        length, kind = struct.unpack_from("<HB", data, position + 4)
-        content += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (2, 3):  # continued in the next block
-            continue
-        record, content = wandb_internal_pb2.Record.FromString(content), b""
+    for record in records:
         items = {
             item.key or "/".join(item.nested_key): json.loads(item.value_json)
             for item in record.history.item
@@ -113,6 +105,29 @@ def read_wandb(directory):
         for item in record.run.config.update:
             settings[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
     return {k: v for k, v in settings.items() if k != "_wandb"}, evaluations
+
+
+def wandb_records(data):
+    """Returns the whole records of a log of LevelDB, which may still be written.
+
+    Its blocks of 32 KiB hold records of checksum, length, kind and content.
+    """
+    from wandb.proto import wandb_internal_pb2
+
+    records, position, content = [], 7, b""
+    while position + 7 <= len(data):
+        if 2**15 - position % 2**15 < 7:
+            position += 2**15 - position % 2**15
+            continue
+        length, kind = struct.unpack_from("<HB", data, position + 4)
+        if position + 7 + length > len(data):
+            break
+        content += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind not in (2, 3):  # these are continued in the next block
+            records.append(wandb_internal_pb2.Record.FromString(content))
+            content = b""
+    return records
 
 
 def read_mlflow(directory):
