@@ -160,6 +160,9 @@ def build_method(
             "differential privacy is for simulations: all nodes know the seed of the noise; "
             "leave it out"
         )
+    is_attacker = transforms.select_attackers(phase_settings.get, federation)
+    if is_attacker.any():
+        raise UsageError("attackers exist in a simulation only; leave attack out")
     inputs = PhaseInputs(
         configs=[phase_settings],
         group_configs=groups,
@@ -169,6 +172,8 @@ def build_method(
         federation=federation,
         begin=0,
         mesh=None,
+        is_attacker=is_attacker,
+        triggered=None,
     )
     plan = Plan(phase_settings.conv, 1)
     phase = Phase(inputs, plan, inputs.rounds(plan))

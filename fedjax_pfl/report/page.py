@@ -221,22 +221,21 @@ def _provenance(run: Run) -> str:
 
 
 def _warnings(run: Run) -> str:
-    """Returns paragraphs (HTML) that warn of a run's problems.
-
-    These are rejected uploads, clients that dropped out, clients without a finite score or without
-    test examples, and the remarks of the method's diagnostics.
-    """
+    """Returns paragraphs (HTML) that warn of a run's problems, the method's remarks at the end."""
     last = run.metrics[-1]
-    messages = []
-    if last.get("rejected"):
-        messages.append(f"Uploads rejected, not finite or too large: {last['rejected']:,}.")
-    if last.get("dropped"):
-        messages.append(f"Times that a sampled client dropped out: {last['dropped']:,}.")
+    counted = {
+        "rejected": "Uploads rejected, not finite or too large",
+        "dropped": "Times that a sampled client dropped out",
+        "attackers": "Attackers, left out of all means",
+    }
+    messages = [f"{text}: {last[name]:,}." for name, text in counted.items() if last.get(name)]
     if lost := max((last[stage].get("not_finite") or 0 for stage in _stages(last)), default=0):
         messages.append(
             f"Clients whose final evaluation is not finite: {lost:,}; means are over the "
             f"{min(last[stage].get('clients') or 0 for stage in _stages(last)):,} others."
         )
+    for stage, success in (last.get("attack_success") or {}).items():
+        messages.append(f"Success of the backdoor, {drawing.STAGES[stage]}: {number(success):.1%}.")
     if untested := sum(row.get("test_examples") == 0 for row in run.clients if row.get("active")):
         messages.append(f"Clients that train and have no test examples: {untested:,}.")
     messages += [f"After round {last['round']}, {text}." for text in last.get("remarks", ())]

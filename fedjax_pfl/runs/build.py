@@ -73,6 +73,7 @@ def build(
             raise UsageError(f"augment is for images, and {config.dataset} has none; leave it off")
         task = task._replace(augment=on_normalised(arrays.scale, arrays.shift))
     federation = federation._replace(task=task)
+    attacked = transforms.attack_data(config.get, arrays, federation)
     _check_store(config.store, is_sweep=is_sweep)
     phases, states, begin = list[Phase](), list[Any](), 0
     phases_of_runs = [specification.phases for specification in specified]
@@ -83,15 +84,18 @@ def build(
         phase_configs = [phase.settings for phase in phase_of_runs]
         swept = swept_settings(phase_configs, registry.algorithm)
         unread -= set(swept)
+        participants = _participants(phase_configs[0], federation)
         inputs = PhaseInputs(
             configs=phase_configs,
             group_configs=phase_of_runs[0].groups,
             swept=swept,
             registry=registry,
-            arrays=arrays,
-            federation=_participants(phase_configs[0], federation),
+            arrays=attacked.train,
+            federation=participants,
             begin=begin,
             mesh=mesh,
+            is_attacker=transforms.select_attackers(config.get, participants),
+            triggered=attacked.triggered,
         )
         inputs.algorithms(phase_configs[0].conv)  # checks the settings of every run
         recorded = plans[number] if plans and number < len(plans) else None

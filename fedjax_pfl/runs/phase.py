@@ -53,6 +53,8 @@ class PhaseInputs:
     federation: Federation  # facts about the clients
     begin: int  # number of rounds of earlier phases
     mesh: Mesh | None  # devices that share the clients; None for one device
+    is_attacker: np.ndarray  # bool [N]: clients that attack the training
+    triggered: data.FederatedData | None  # examples that show the success of a backdoor
 
     @property
     def cohort(self) -> int:

@@ -23,6 +23,9 @@ from fedjax_pfl.simulation import clients_csv, ledger, stores, summaries
 from fedjax_pfl.simulation.ledger import Ledger
 from fedjax_pfl.simulation.records import Evaluation
 
+# Arrays [N] that a method exposes under such a name become columns of clients.csv.
+_COLUMN = "client_"
+
 
 class Position(NamedTuple):
     """Progress of a run without its states. Plain data that every checkpoint contains."""
@@ -117,16 +120,19 @@ def record_evaluation(
     scores: Evaluation,
     state: State,
     observed: Mapping[str, np.ndarray],
+    triggered: Evaluation | None = None,
 ) -> dict[str, Any]:
     """Sets `at` and, if the validation score is the phase's best so far, `best` of the run.
 
     `scores` and `state` are those of the evaluation; `observed` are arrays that the method exposes
-    of the state. Returns the line for metrics.jsonl, which is not written yet.
+    of the state. `triggered` are scores on test examples with the trigger of a backdoor. Returns
+    the line for metrics.jsonl, which is not written yet.
     """
     at, task = sweep_run.at, experiment.federation.task
-    active = experiment.phases[at.phase].federation.active
-    before = summaries.summary(scores.before, active, task)
-    validation = summaries.summary(scores.validation, active, task)
+    inputs = experiment.phases[at.phase].inputs
+    honest = experiment.phases[at.phase].federation.active & ~inputs.is_attacker
+    before = summaries.summary(scores.before, honest, task)
+    validation = summaries.summary(scores.validation, honest, task)
     is_best = _is_best(task.metrics[0], before, validation, at.best_score)
     if is_best and validation:
         score = validation[f"{task.metrics[0].name}_mean"]
@@ -141,7 +147,7 @@ def record_evaluation(
         "checkpoint_seconds": round(at.checkpoint_seconds, 3),
         **summaries.means(at.pending),
         "before": before,
-        "after": scores.after and summaries.summary(scores.after, active, task),
+        "after": scores.after and summaries.summary(scores.after, honest, task),
         "validation": validation,
         "bytes_down": at.ledger.total_down,
         "bytes_up": at.ledger.total_up,
@@ -149,16 +155,23 @@ def record_evaluation(
         "rejected": sum(at.ledger.rejected),
         "best_round": at.best_round,
         **dict(item for s in experiment.statements for item in s.metrics(at.round).items()),
+        **summaries.attack_summary(inputs.is_attacker, triggered, honest, task),
         **summaries.user_metrics(task),
         **_diagnostics(experiment, sweep_run, observed),
     }
-    rows = clients_csv.client_scores(scores, task, experiment.phases[at.phase].inputs.evaluated)
+    columns = summaries.attack_columns(inputs.is_attacker, triggered, task)
+    columns |= {
+        name.removeprefix(_COLUMN): np.asarray(array)
+        for name, array in observed.items()
+        if name.startswith(_COLUMN)
+    }
+    rows = clients_csv.client_scores(scores, task, inputs.evaluated, columns)
     previous = at.clients if at.best_round is not None else ()  # none of an earlier phase
     rows = clients_csv.add_best(rows, previous, is_best, task)
     sweep_run.at = at._replace(
         metrics=(*at.metrics, line),
         clients=rows,
-        confusion=summaries.confusion(scores, active),
+        confusion=summaries.confusion(scores, honest),
         pending=({}, 0),
     )
     return line

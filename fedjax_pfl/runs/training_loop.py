@@ -28,6 +28,7 @@ from fedjax_pfl.runs.run_state import (
 )
 from fedjax_pfl.simulation import ledger, multiprocess, spread, summaries
 from fedjax_pfl.simulation.on_device import DeviceProgram
+from fedjax_pfl.simulation.programs import with_examples
 from fedjax_pfl.simulation.records import Evaluation, Log
 from fedjax_pfl.simulation.simulation import round_log
 from fedjax_pfl.simulation.streamed import StreamedProgram
@@ -66,6 +67,7 @@ class Call(NamedTuple):
     end: int  # and after it
     logs: tuple[Log, ...]  # of each group; axes: runs of a sweep if several, rounds, slots
     scores: Evaluation | None  # with a leading axis of runs if several; None if not due
+    triggered: Evaluation | None  # the same on test examples with the trigger of a backdoor
     train_seconds: float
     evaluate_seconds: float
 
@@ -172,11 +174,14 @@ def _train_and_evaluate(loop: Loop, state: State) -> tuple[State, Call]:
     trained = time.perf_counter()
     is_due = (end - phase.begin) % config.eval_every == 0 or end == phase.end
     scores = loop.program.evaluate(state, end) if is_due else None
+    examples = phase.inputs.triggered if is_due else None
+    triggered = examples and with_examples(loop.program, examples).evaluate(state, end)
     call = Call(
         begin=begin,
         end=end,
         logs=logs,
         scores=scores,
+        triggered=triggered,
         train_seconds=trained - start,
         evaluate_seconds=time.perf_counter() - trained,
     )
@@ -201,7 +206,8 @@ def _record(loop: Loop, sweep_run: SweepRun, i: int, state: State, call: Call) -
         run_state = _state_of(state, i, loop.sweep_runs)
         scores = _part(call.scores, i, loop.sweep_runs)
         observed = loop.program.observe(loop.phase.algorithms[i], run_state)
-        line = record_evaluation(loop.experiment, sweep_run, scores, run_state, observed)
+        triggered = call.triggered and _part(call.triggered, i, loop.sweep_runs)
+        line = record_evaluation(loop.experiment, sweep_run, scores, run_state, observed, triggered)
         messages += [f"round {call.end}: {warning}" for warning in new_warnings(sweep_run)]
         messages += progress.not_finite(loop.experiment, sweep_run, scores)
         append_evaluation(sweep_run, observed, line)

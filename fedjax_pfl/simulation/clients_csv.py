@@ -14,19 +14,26 @@ from fedjax_pfl.simulation.summaries import per_client, to_finite
 
 
 def client_scores(
-    scores: Evaluation, task: Task, evaluated: np.ndarray | None = None
+    scores: Evaluation,
+    task: Task,
+    evaluated: np.ndarray | None = None,
+    more_columns: Mapping[str, np.ndarray] | None = None,
 ) -> tuple[dict[str, Any], ...]:
     """Returns one row per evaluated client, a dict of columns.
 
     Columns are test_examples, then before_NAME and after_NAME for each metric NAME and for `loss`:
     test scores before and after one more local training. A score that was not evaluated is None.
+    The last columns are `more_columns`.
 
     Args:
       scores: Result of an evaluation, arrays [N].
       task: Defines the metrics.
       evaluated: Ids of the evaluated clients. Default: all.
+      more_columns: Arrays [N] by name of the column.
     """
+    added = dict(more_columns or {})
     if evaluated is not None:
+        added = {name: column[evaluated] for name, column in added.items()}
         scores = jax.tree.map(lambda leaf: np.asarray(leaf)[evaluated], scores)
     examples = np.asarray(scores.before.examples)
     columns: dict[str, np.ndarray] = {}
@@ -35,6 +42,7 @@ def client_scores(
         names = [metric.name for metric in task.metrics] + ["loss"]
         values = dict.fromkeys(names, empty) if part is None else per_client(part, task)
         columns |= {f"{stage}_{name}": column for name, column in values.items()}
+    columns |= added
     return tuple(
         {"test_examples": int(count)}
         | {column: to_finite(values[i]) for column, values in columns.items()}

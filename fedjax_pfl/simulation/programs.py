@@ -1,7 +1,11 @@
 """Programs of a run: where its state and its examples are stored, and how rounds reach them."""
 
+import copy
 from pathlib import Path
 from typing import Any
+
+import jax
+import numpy as np
 
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.simulation.on_device import DeviceProgram
@@ -36,3 +40,15 @@ def make_program(
     if store in OFF_DEVICE:
         return StreamedProgram(functions, key, data, mesh, end=end, store=store, folder=folder)
     return DeviceProgram(compile_rounds(functions, mesh), key, data)
+
+
+def with_examples(
+    program: DeviceProgram | StreamedProgram, data: FederatedData
+) -> DeviceProgram | StreamedProgram:
+    """Returns a program that evaluates other examples of the same shapes, without compiling."""
+    other = copy.copy(program)
+    if isinstance(other, DeviceProgram):
+        other.data = other.rounds.place(data)
+    else:
+        other.data = jax.tree.map(np.asarray, data)
+    return other

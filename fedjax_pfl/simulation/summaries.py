@@ -98,6 +98,43 @@ def summary(scores: Scores, active: np.ndarray, task: Task) -> dict[str, Any] | 
     return line | {"clients": len(examples), "not_finite": int(scored.sum()) - len(examples)}
 
 
+def attack_columns(
+    is_attacker: np.ndarray, triggered: Evaluation | None, task: Task
+) -> dict[str, np.ndarray]:
+    """Returns columns of clients.csv on attackers, arrays [N] by name; {} without attackers.
+
+    Args:
+      is_attacker: bool [N].
+      triggered: Result of an evaluation on examples with the trigger and the label of a backdoor.
+      task: Defines the metrics.
+    """
+    columns = {"attacker": is_attacker.astype(float)} if is_attacker.any() else {}
+    for stage in ("before", "after"):
+        scores = getattr(triggered, stage, None)
+        if scores is not None:
+            columns[f"{stage}_attack_success"] = per_client(scores, task)["accuracy"]
+    return columns
+
+
+def attack_summary(
+    is_attacker: np.ndarray, triggered: Evaluation | None, honest: np.ndarray, task: Task
+) -> dict[str, Any]:
+    """Returns `attackers`, their number, and `attack_success` by stage; {} without attackers.
+
+    The success of a backdoor is the mean over the honest clients, bool [N]. The other arguments are
+    those of `attack_columns`.
+    """
+    columns = attack_columns(is_attacker, triggered, task)
+    if not columns:
+        return {}
+    success = {}
+    for name, values in columns.items():
+        if name.endswith("_attack_success"):
+            tested = values[honest & np.isfinite(values)]
+            success[name.partition("_")[0]] = to_finite(tested.mean()) if len(tested) else None
+    return {"attackers": int(is_attacker.sum())} | ({"attack_success": success} if success else {})
+
+
 def confusion(scores: Evaluation, active: np.ndarray) -> dict[str, Any]:
     """Returns the content of confusion.json, or {} if no matrices were counted.
 

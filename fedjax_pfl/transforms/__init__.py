@@ -9,7 +9,15 @@ from typing import Any
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.local_training import Training
 from fedjax_pfl.core.setting import Setting
+from fedjax_pfl.transforms.attacks import (
+    ATTACK,
+    attack_data,
+    attack_uploads,
+    attackers,
+    select_attackers,
+)
 from fedjax_pfl.transforms.compression import COMPRESSION, compression
+from fedjax_pfl.transforms.poisoning import poison, triggered
 from fedjax_pfl.transforms.privacy import PRIVACY, client_privacy, example_privacy, local_privacy
 from fedjax_pfl.transforms.private_layers import KEEP_HEAD, private_layers
 from fedjax_pfl.transforms.robust import ROBUST, robust
@@ -27,7 +35,14 @@ from fedjax_pfl.transforms.wrapping import (
 )
 
 # In the order in which they wrap a method, innermost first.
-REGISTRY: tuple[Selectable, ...] = (KEEP_HEAD, PRIVACY, COMPRESSION, SERVER_OPTIMIZER, ROBUST)
+REGISTRY: tuple[Selectable, ...] = (
+    KEEP_HEAD,
+    PRIVACY,
+    COMPRESSION,
+    SERVER_OPTIMIZER,
+    ROBUST,
+    ATTACK,
+)
 SETTINGS: dict[str, Setting] = {
     name: setting for selectable in REGISTRY for name, setting in selectable.settings.items()
 }
@@ -40,17 +55,23 @@ __all__ = [
     "Statement",
     "Transform",
     "TransformContext",
+    "attack_data",
+    "attack_uploads",
+    "attackers",
     "chain",
     "client_privacy",
     "compression",
     "example_privacy",
     "local_privacy",
+    "poison",
     "private_layers",
     "robust",
+    "select_attackers",
     "selected_training",
     "selected_transforms",
     "server_optimizer",
     "statements",
+    "triggered",
 ]
 
 

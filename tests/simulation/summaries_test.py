@@ -88,7 +88,7 @@ class Recorder:
         phase = SimpleNamespace(
             federation=SimpleNamespace(active=np.ones(clients, bool)),
             config=SimpleNamespace(algorithm="fedavg"),
-            inputs=SimpleNamespace(evaluated=None),
+            inputs=SimpleNamespace(evaluated=None, is_attacker=np.zeros(clients, bool)),
         )
         federation = SimpleNamespace(task=task)
         self.experiment = SimpleNamespace(

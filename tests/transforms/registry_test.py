@@ -41,10 +41,12 @@ def test_settings_select_transforms():
     assert transforms.selected_transforms(value_of(), CONTEXT) == []
     settings = {"keep_head": True, "privacy": "local", "upload_bits": 8}
     noise = {"privacy_clip_norm": 2.5, "privacy_noise": 1.0}
-    value = value_of(**settings, **noise, server_optimizer="adam", robust_rule="krum")
-    assert len(transforms.selected_transforms(value, CONTEXT)) == 5
+    value = value_of(
+        **settings, **noise, server_optimizer="adam", robust_rule="krum", attack="sign_flip"
+    )
+    assert len(transforms.selected_transforms(value, CONTEXT)) == 6
     names = [next(iter(selectable.settings)) for selectable in transforms.REGISTRY]
-    assert names == [*settings, "server_optimizer", "robust_rule"]
+    assert names == [*settings, "server_optimizer", "robust_rule", "attack"]
 
 
 def test_only_transforms_and_presets_name_their_settings():
