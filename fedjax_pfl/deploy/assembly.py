@@ -34,6 +34,7 @@ def complete(user_settings: Mapping[str, Any]) -> tuple[ConfigDict, configuratio
     configuration.specify(settings, registry)
     simulation_only = {
         "dropout": settings.dropout > 0,
+        "sampling": settings.sampling != "random",
         "phases": len(settings.phases) > 0,
         "seeds": settings.seeds > 1,
         "sweep": settings.sweep != "",

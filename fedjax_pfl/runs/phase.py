@@ -133,6 +133,7 @@ class PhaseInputs:
             federation=self.federation,
             cohort=self.cohort,
             max_rounds=next_boundary(config, self.begin, self.begin) - self.begin,
+            sampling=config.sampling,
             dropout=config.dropout,
             max_update_norm=config.max_update_norm,
             evaluate_after=config.evaluate_after,

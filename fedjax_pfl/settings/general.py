@@ -137,6 +137,12 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
             limits=Limits(low=1),
             roles={"per_phase", "budget", "sets_participation", "basic"},
         ),
+        "sampling": Setting(
+            "random",
+            "How clients are sampled: random, or cyclic: all in turn, in an order drawn once.",
+            roles={"per_phase"},
+            choices=("random", "cyclic"),
+        ),
         "dropout": Setting(
             0.0,
             "Probability that a sampled client never returns its update.",

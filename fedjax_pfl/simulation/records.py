@@ -71,6 +71,7 @@ class RoundSpec(NamedTuple):
     federation: Federation  # facts about all N clients
     cohort: int  # number of clients sampled in a round
     max_rounds: int  # most rounds in one call
+    sampling: str  # random or cyclic
     dropout: Any  # probability that a sampled client never returns its update
     max_update_norm: Any  # updates with a larger norm are rejected; None: no limit
     evaluate_after: bool  # also score models after one more local training

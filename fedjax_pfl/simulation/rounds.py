@@ -1,8 +1,7 @@
 """A compiled round, and many rounds in one call: sample, send, train, receive, count.
 
-Sampling, chunking, sharding, masking and counting are implemented here and nowhere else. A round
-needs only the rows and examples of its cohort (`CohortBatch`), wherever those of all clients are
-stored.
+Chunking, sharding, masking and counting are implemented here and nowhere else. A round needs only
+the rows and examples of its cohort (`CohortBatch`), wherever those of all clients are stored.
 """
 
 from functools import partial
@@ -18,7 +17,7 @@ from fedjax_pfl.core import groups, offload, trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Cohort, Federation, PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, client_data
-from fedjax_pfl.core.randomness import DROP, INIT, RECEIVE, SAMPLE, SEND, TRAIN, stage_key
+from fedjax_pfl.core.randomness import DROP, INIT, RECEIVE, SEND, TRAIN, stage_key
 from fedjax_pfl.simulation import multiprocess, spread
 from fedjax_pfl.simulation.map_clients import map_clients
 from fedjax_pfl.simulation.records import (
@@ -29,8 +28,8 @@ from fedjax_pfl.simulation.records import (
     RoundFunctions,
     RoundSpec,
     SharedInputs,
-    Slots,
 )
+from fedjax_pfl.simulation.sampling import sample_slots
 from fedjax_pfl.simulation.scoring import evaluate_clients, score_cohort
 
 # On a CPU, `init` is computed once and takes much longer to compile than to compute.
@@ -98,6 +97,7 @@ def round_functions(
     *,
     cohort: int,
     max_rounds: int = 1,
+    sampling: str = "random",
     dropout: float = 0.0,
     max_update_norm: float | None = None,
     evaluate_after: bool = True,
@@ -117,6 +117,7 @@ def round_functions(
       federation: Facts about the clients.
       cohort: Number of active clients that are sampled in a round, without replacement.
       max_rounds: Most rounds in one call of `run`.
+      sampling: How the cohort is sampled: "random" or "cyclic", see `sampling`.
       dropout: Probability that a sampled client never returns its update.
       max_update_norm: Updates with a larger norm are rejected. Default: updates whose squared norm
         is not finite in float32, from 1.8e19 on.
@@ -147,6 +148,7 @@ def round_functions(
         federation=federation,
         cohort=cohort,
         max_rounds=max_rounds,
+        sampling=sampling,
         dropout=dropout,
         max_update_norm=max_update_norm,
         evaluate_after=evaluate_after,
@@ -174,7 +176,7 @@ def round_functions(
         init=init,
         run=run,
         evaluate=evaluate,
-        sample_slots=partial(_sample_slots, spec),
+        sample_slots=partial(sample_slots, spec),
         run_cohort=partial(_run_cohort, spec),
         score_cohort=partial(partial, score_cohort, spec),
         spec=spec,
@@ -215,7 +217,7 @@ def _round(
     """
     cohort_batches = tuple(
         CohortBatch(slots=slots, places=slots.ids, data=data, clients=trees.row(rows, slots.ids))
-        for slots, rows in zip(_sample_slots(spec, key, t), state.clients, strict=True)
+        for slots, rows in zip(sample_slots(spec, key, t), state.clients, strict=True)
     )
     new, logs = _run_cohort(spec, key, state._replace(clients=()), cohort_batches, t)
     out_of_range = spec.federation.clients
@@ -255,35 +257,6 @@ def _run_cohort(
         update = jax.shard_map(update, mesh=spec.mesh, in_specs=P(), out_specs=P(), check_vma=False)
     server, rows = update((state.server, state.rows), cohorts, any_arrived)
     return State(server, rows, clients), logs
-
-
-def _sample(spec: RoundSpec, key: jax.Array, t: Any) -> jax.Array:
-    """Returns the sorted ids of the cohort of round `t`, int32 [spec.cohort]."""
-    candidates = np.flatnonzero(spec.federation.active).astype(np.int32)
-    if spec.cohort == len(candidates):
-        return jnp.asarray(candidates)
-    priorities = jax.random.uniform(stage_key(key, SAMPLE, t), (len(candidates),))
-    # Of equal priorities the first one is taken, as by a stable sort.
-    _, lowest = jax.lax.top_k(-priorities, spec.cohort)
-    return jnp.sort(jnp.asarray(candidates)[lowest])
-
-
-def _sample_slots(spec: RoundSpec, key: jax.Array, t: Any) -> tuple[Slots, ...]:
-    """Returns the slots of each group in round `t`."""
-    ids = _sample(spec, key, t)
-    return tuple(_slots_of_group(spec, g, ids) for g in range(len(spec.members)))
-
-
-def _slots_of_group(spec: RoundSpec, g: int, ids: jax.Array) -> Slots:
-    """Returns the clients of group `g` in a cohort with these ids, in a fixed number of slots."""
-    is_member = spec.membership[g][spec.federation.active]
-    if is_member.all():
-        return Slots(ids, jnp.ones(spec.cohort, bool))
-    in_group = jnp.asarray(spec.membership[g])[ids]
-    # At least one slot, also if no active client is in the group: arrays need a length.
-    count = max(1, min(spec.cohort, int(np.sum(is_member))))
-    order = jnp.argsort(~in_group, stable=True)[:count]
-    return Slots(ids[order], in_group[order])
 
 
 def _run_group(

@@ -30,6 +30,7 @@ from fedjax_pfl.simulation import execution_plan, records, summaries
 from fedjax_pfl.simulation.on_device import DeviceProgram
 from fedjax_pfl.simulation.programs import OFF_DEVICE, STORES, make_program
 from fedjax_pfl.simulation.rounds import round_functions
+from fedjax_pfl.simulation.sampling import SAMPLINGS
 from fedjax_pfl.simulation.streamed import StreamedProgram
 
 
@@ -81,6 +82,7 @@ class Simulation:
       method: From a factory such as `fedjax_pfl.fedper`, or your own `Algorithm`.
       data: From `fedjax_pfl.partition`.
       clients_per_round: Number of clients sampled in each round. Default: all.
+      sampling: "random", or "cyclic": all clients in turn, in an order drawn once.
       seed: Decides everything random in training.
       dropout: Probability that a sampled client never returns its update.
       max_update_norm: Updates with a larger norm are rejected. Default: updates that are not
@@ -99,6 +101,7 @@ class Simulation:
         data: Any,
         *,
         clients_per_round: int | None = None,
+        sampling: str = "random",
         seed: int = 0,
         dropout: float = 0.0,
         max_update_norm: float | None = None,
@@ -108,7 +111,7 @@ class Simulation:
         devices: int | None = None,
         chunk: int | None = None,
     ) -> None:
-        _check(method, store)
+        _check(method, store, sampling)
         self.method = method
         self.examples: FederatedData = data.examples
         self.federation: Federation = data.federation
@@ -118,6 +121,7 @@ class Simulation:
         mesh = execution_plan.mesh(devices, cohort, several=False)
         self._settings: dict[str, Any] = {
             "cohort": cohort,
+            "sampling": sampling,
             "dropout": dropout,
             "max_update_norm": max_update_norm,
             "evaluate_after": evaluate_after,
@@ -205,8 +209,8 @@ class Simulation:
         return self._programs[rounds]
 
 
-def _check(method: Any, store: str) -> None:
-    """Raises UsageError if the method is no `Algorithm`, or the store is not one of `STORES`."""
+def _check(method: Any, store: str, sampling: str) -> None:
+    """Raises UsageError if the method is no `Algorithm`, or the store or sampling is unknown."""
     if not isinstance(method, Algorithm):
         raise UsageError(
             f"Simulation takes an Algorithm, got {type(method).__name__}; call the method's "
@@ -214,6 +218,8 @@ def _check(method: Any, store: str) -> None:
         )
     if store not in STORES:
         raise UsageError(f"store is {store!r}; choose {', '.join(STORES)}")
+    if sampling not in SAMPLINGS:
+        raise UsageError(f"sampling is {sampling!r}; choose {' or '.join(SAMPLINGS)}")
 
 
 def round_log(logs: Sequence[records.Log], r: int) -> RoundLog:

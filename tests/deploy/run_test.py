@@ -201,6 +201,7 @@ def test_a_user_defined_method_runs_at_nodes_that_list_it(tmp_path, monkeypatch)
         ({"dropout": 0.1}, "dropout"),
         ({"phases": ({"rounds": 1},)}, "phases"),
         ({"seeds": 2}, "seeds"),
+        ({"sampling": "cyclic"}, "sampling is for simulations"),
         ({"initial_weights": "w.safetensors"}, "initial_weights is for simulations"),
         ({"algorithm": "fedav"}, "fedavg"),
     ],

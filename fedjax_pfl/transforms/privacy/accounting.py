@@ -2,9 +2,10 @@
 
 The neighbouring relation is replace-one: two federations differ in all data of one client (or, at
 the example level, in one example of one client), and the numbers of clients and examples are
-public. Each round samples K of N clients without replacement, so amplification is that of Wang,
-Balle and Kasiviswanathan, Subsampled Rényi Differential Privacy and Analytical Moments Accountant,
-2019, Theorem 27. The smaller of this ε and of ε without amplification counts; both are valid.
+public. With random sampling each round samples K of N clients without replacement, so amplification
+is that of Wang, Balle and Kasiviswanathan, Subsampled Rényi Differential Privacy and Analytical
+Moments Accountant, 2019, Theorem 27. The smaller of this ε and of ε without amplification counts;
+both are valid. Clients that take part in turn have no amplification and fewer participations.
 """
 
 import functools
@@ -25,6 +26,7 @@ class Sampling(NamedTuple):
     sampled: int  # records per use, such as clients per round
     population: int  # records to sample from; equal to `sampled`: no amplification
     uses: int = 1  # uses per round
+    is_cyclic: bool = False  # records are used in turn instead of sampled
 
 
 @functools.lru_cache(maxsize=1024)
@@ -38,6 +40,8 @@ def epsilon(sampling: Sampling, noise_multiplier: float, delta: float, rounds: i
       rounds: Number of finished rounds.
     """
     uses = rounds * sampling.uses
+    if sampling.is_cyclic:
+        uses = -(-uses * sampling.sampled // sampling.population)
     if uses == 0:
         return 0.0
     if noise_multiplier == 0:
@@ -45,7 +49,7 @@ def epsilon(sampling: Sampling, noise_multiplier: float, delta: float, rounds: i
     dp = _package()
     multiplier = noise_multiplier / _SENSITIVITY
     unamplified = float(dp.get_epsilon_gaussian(multiplier / uses**0.5, delta))
-    if sampling.sampled == sampling.population:
+    if sampling.is_cyclic or sampling.sampled == sampling.population:
         return unamplified
     accountant = dp.rdp.RdpAccountant(_ORDERS, dp.NeighboringRelation.REPLACE_ONE)
     event = dp.SampledWithoutReplacementDpEvent(

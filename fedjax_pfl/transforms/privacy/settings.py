@@ -89,7 +89,11 @@ def _sampling(value_of: Callable[[str], Any], federation: Federation) -> Samplin
     """
     level, active = value_of("privacy"), int(np.sum(federation.active))
     if level == "client":
-        return Sampling(sampled=value_of("clients_per_round") or active, population=active)
+        return Sampling(
+            sampled=value_of("clients_per_round") or active,
+            population=active,
+            is_cyclic=value_of("sampling") == "cyclic",
+        )
     steps = value_of("local_steps")
     if level == "local" or steps is None:
         uses = 1 if level == "local" else value_of("local_epochs") or 1

@@ -56,7 +56,14 @@ def test_sampling_helps_and_rounds_cost():
     assert epsilon(most, 20.0, DELTA, 5) == epsilon(ALL, 20.0, DELTA, 5)
 
 
-@pytest.mark.parametrize("sampling", [ALL, Sampling(10, 1000)])
+def test_clients_in_turn_count_their_participations():
+    """With 7 of 10 clients, 4 rounds have 28 places, so a client takes part up to 3 times."""
+    in_turn = Sampling(sampled=7, population=10, is_cyclic=True)
+    multiplier = 8.0 / 2 / np.sqrt(3)
+    assert epsilon(in_turn, 8.0, DELTA, 4) == dp_accounting.get_epsilon_gaussian(multiplier, DELTA)
+
+
+@pytest.mark.parametrize("sampling", [ALL, Sampling(10, 1000), Sampling(3, 10, is_cyclic=True)])
 def test_a_target_gives_the_smallest_noise(sampling):
     noise = noise_multiplier(sampling, 4.0, DELTA, 50)
     assert epsilon(sampling, noise, DELTA, 50) <= 4.0
