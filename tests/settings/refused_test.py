@@ -10,6 +10,13 @@ import fedjax_pfl
 from tests.settings.configuration_test import built, message
 
 LOCAL = {"privacy": "local", "privacy_clip_norm": 1.0, "privacy_noise": 1.0}
+BANDS = {
+    **LOCAL,
+    "privacy": "client",
+    "privacy_bands": 3,
+    "sampling": "cyclic",
+    "clients_per_round": 1,
+}
 
 
 @pytest.mark.parametrize(
@@ -144,6 +151,9 @@ def test_invalid_settings_are_refused(changes, fragments):
         ({**LOCAL, "max_update_norm": 1.0}, ["max_update_norm", "leave it out"]),
         ({**LOCAL, "phases": [{}, {}]}, ["privacy is for runs without phases"]),
         ({**LOCAL, "algorithm": "fedmn"}, ["local privacy is not possible here: uploads have"]),
+        ({**BANDS, "sampling": "random"}, ["privacy_bands is 3", "set sampling=cyclic"]),
+        ({**BANDS, "privacy_bands": 4}, ["1 of 3 clients in turn", "choose at most 3"]),
+        ({**BANDS, "privacy_quantile": 0.5}, ["privacy_quantile changes the norm", "leave one"]),
         (
             {"learning_rate_schedule": "exponential_decay", "schedule_end": 0.0},
             ["schedule_end is 0", "never reaches"],

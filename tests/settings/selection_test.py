@@ -43,6 +43,10 @@ def check(settings):
         ),
         ({"b1": 0.5}, "b1 counts with optimizer=adam or adamw only, and optimizer is sgd"),
         (
+            {"privacy": "local", "privacy_bands": 2},
+            "privacy_bands counts with privacy=client only, and privacy is local; change privacy",
+        ),
+        (
             {"optimizer": "adamw", "phases": [{}, {"momentum": 0.5}]},
             "phases[1].momentum counts with optimizer=sgd or rmsprop only, and optimizer is adamw",
         ),

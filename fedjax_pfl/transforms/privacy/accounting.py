@@ -12,6 +12,7 @@ import functools
 from typing import Any, NamedTuple
 
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.transforms.privacy import correlated_noise
 
 # Any subset of orders gives a valid ε.
 _ORDERS = (*range(2, 65), 80, 96, 128, 256)
@@ -27,6 +28,7 @@ class Sampling(NamedTuple):
     population: int  # records to sample from; equal to `sampled`: no amplification
     uses: int = 1  # uses per round
     is_cyclic: bool = False  # records are used in turn instead of sampled
+    bands: int = 1  # bands of correlated noise, see `correlated_noise`; 1: independent noise
 
 
 @functools.lru_cache(maxsize=1024)
@@ -40,15 +42,17 @@ def epsilon(sampling: Sampling, noise_multiplier: float, delta: float, rounds: i
       rounds: Number of finished rounds.
     """
     uses = rounds * sampling.uses
-    if sampling.is_cyclic:
-        uses = -(-uses * sampling.sampled // sampling.population)
     if uses == 0:
         return 0.0
     if noise_multiplier == 0:
         return float("inf")
     dp = _package()
-    multiplier = noise_multiplier / _SENSITIVITY
-    unamplified = float(dp.get_epsilon_gaussian(multiplier / uses**0.5, delta))
+    multiplier, squared_sensitivity = noise_multiplier / _SENSITIVITY, float(uses)
+    if sampling.is_cyclic:
+        squared_sensitivity = correlated_noise.squared_sensitivity(
+            sampling.bands, sampling.sampled, sampling.population, rounds
+        )
+    unamplified = float(dp.get_epsilon_gaussian(multiplier / squared_sensitivity**0.5, delta))
     if sampling.is_cyclic or sampling.sampled == sampling.population:
         return unamplified
     accountant = dp.rdp.RdpAccountant(_ORDERS, dp.NeighboringRelation.REPLACE_ONE)

@@ -14,6 +14,8 @@ b is the noised share of clients with ‖Δ_k‖₂ ≤ C, γ the requested quan
 C ← C exp(−0.2 (b − γ)). A tenth of the budget is for b: its sum has noise z / (2 √0.1), and Δ has
 noise z C / (K √0.9) instead, so that both together are one Gaussian mechanism of multiplier z.
 
+With more than one band, the noise of rounds is correlated, see `correlated_noise`.
+
 The method must fit: one model for all clients, no rows on the server, and a server update that is
 an affine function of the uploads, such as their mean. Other methods are refused.
 """
@@ -38,7 +40,8 @@ from fedjax_pfl.core.algorithm import (
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.core.groups import has_groups
-from fedjax_pfl.transforms.privacy import clip_and_noise
+from fedjax_pfl.transforms.privacy import clip_and_noise, correlated_noise
+from fedjax_pfl.transforms.privacy.correlated_noise import NoiseHistory
 from fedjax_pfl.transforms.wrapping import (
     RoundShapes,
     Transform,
@@ -57,6 +60,13 @@ class Server(NamedTuple):
     clip_norm: jax.Array  # C of the next round
 
 
+class CorrelatedServer(NamedTuple):
+    """Server-side state of the method, and the noise of earlier rounds."""
+
+    method: PyTree  # server-side state of the method
+    history: NoiseHistory
+
+
 def client_privacy(
     federation: Federation,
     data: FederatedData,
@@ -65,6 +75,7 @@ def client_privacy(
     clip_norm: float = math.inf,
     noise_multiplier: float = 0.0,
     quantile: float | None = None,
+    bands: int = 1,
 ) -> Transform:
     """Returns a transform with differential privacy of clients towards all but the server.
 
@@ -78,10 +89,18 @@ def client_privacy(
       noise_multiplier: Standard deviation of the noise on the sum of updates, in clipping norms.
       quantile: Share of updates below the norm at which adaptive clipping aims; the first norm is
         `clip_norm`. None: the norm is constant.
+      bands: Number of consecutive rounds in which a client takes part at most once; the noise of
+        so many rounds is correlated. The server keeps bands - 1 copies of an upload. 1: independent
+        noise. Others need `sampling="cyclic"` in `Simulation`, and at most ⌊N / K⌋ bands.
     """
     is_clipped = math.isfinite(clip_norm)
     if not is_clipped and (noise_multiplier or quantile is not None):
         raise UsageError("noise and a quantile need a finite clip_norm; set it, such as to 1")
+    if bands > 1 and quantile is not None:
+        raise UsageError(
+            "privacy_quantile changes the norm, and privacy_bands above 1 needs a constant one; "
+            "leave one of them out"
+        )
     delta_share = 1.0 if quantile is None else 1.0 - _QUANTILE_SHARE
 
     def transform(algorithm: Algorithm) -> Algorithm:
@@ -91,16 +110,26 @@ def client_privacy(
         def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
             return clip_and_noise.accepted(payload, client, algorithm.train(payload, client, ctx))
 
-        def receive_noised(state: State, cohort: Cohort, norm: Any) -> tuple[Any, jax.Array]:
-            """Returns the results of `receive`, and which clients are below the norm."""
+        def receive_noised(
+            state: State, cohort: Cohort, norm: Any, noise: PyTree | None = None
+        ) -> tuple[Any, jax.Array]:
+            """Returns the results of `receive`, and which clients are below the norm.
+
+            `noise` is correlated noise of deviation 1; None: independent noise.
+            """
             payload = algorithm.send(
                 state, ClientContext(i=0, data=None, t=cohort.t, key=cohort.key)
             )
             change, is_below = _mean_change(payload, cohort, norm, clients_per_round)
             if noise_multiplier:
                 deviation = noise_multiplier * norm / (clients_per_round * math.sqrt(delta_share))
-                delta_key, _ = jax.random.split(cohort.key)
-                change = clip_and_noise.add_noise(change, deviation, delta_key)
+                if noise is None:
+                    delta_key, _ = jax.random.split(cohort.key)
+                    change = clip_and_noise.add_noise(change, deviation, delta_key)
+                else:
+                    change = jax.tree.map(
+                        lambda leaf, w: leaf + (deviation * w).astype(leaf.dtype), change, noise
+                    )
             released = _released(payload, cohort, change, clients_per_round, federation.clients)
             return algorithm.receive(state, released), is_below
 
@@ -119,7 +148,24 @@ def client_privacy(
             step = _QUANTILE_RATE * (count / clients_per_round - quantile)
             return Server(server, record.clip_norm * jnp.exp(-step)), rows
 
+        def receive_correlated(
+            record: CorrelatedServer, state: State, cohort: Cohort
+        ) -> tuple[CorrelatedServer, PyTree]:
+            noise, history = correlated_noise.advance(record.history, cohort.t, cohort.key, bands)
+            (server, rows), _ = receive_noised(state, cohort, clip_norm, noise)
+            return CorrelatedServer(server, history), rows
+
         wrapped = algorithm._replace(train=train, receive=receive)
+        if bands > 1 and noise_multiplier:
+            upload = round_shapes(algorithm, data).upload
+            return with_server_state(
+                wrapped,
+                CorrelatedServer,
+                first=lambda server: CorrelatedServer(
+                    server, correlated_noise.empty_history(upload, bands)
+                ),
+                receive=receive_correlated,
+            )
         if quantile is None:
             return wrapped
         return with_server_state(

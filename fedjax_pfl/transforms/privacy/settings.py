@@ -62,6 +62,7 @@ def guarantee(value_of: Callable[[str], Any], federation: Federation) -> Guarant
             "privacy=client needs the mean of the uploads; leave robust_rule and robust_mixing out"
         )
     sampling = _sampling(value_of, federation)
+    _check_bands(sampling)
     active = federation.active
     records = int(np.max(federation.counts[active]) if level == "example" else np.sum(active))
     if delta >= 1 / records:
@@ -93,6 +94,7 @@ def _sampling(value_of: Callable[[str], Any], federation: Federation) -> Samplin
             sampled=value_of("clients_per_round") or active,
             population=active,
             is_cyclic=value_of("sampling") == "cyclic",
+            bands=value_of("privacy_bands"),
         )
     steps = value_of("local_steps")
     if level == "local" or steps is None:
@@ -101,6 +103,24 @@ def _sampling(value_of: Callable[[str], Any], federation: Federation) -> Samplin
     counts = federation.counts[federation.active]
     fewest = int(np.min(counts[counts > 0], initial=np.max(counts, initial=1)))
     return Sampling(sampled=min(value_of("batch_size"), fewest), population=fewest, uses=steps)
+
+
+def _check_bands(sampling: Sampling) -> None:
+    """Raises UsageError if clients may take part more than once in as many rounds as bands."""
+    if sampling.bands == 1:
+        return
+    if not sampling.is_cyclic:
+        raise UsageError(
+            f"privacy_bands is {sampling.bands}, and random sampling bounds no client's rounds; "
+            "set sampling=cyclic"
+        )
+    separation = sampling.population // sampling.sampled
+    if sampling.bands > separation:
+        raise UsageError(
+            f"privacy_bands is {sampling.bands}, and {sampling.sampled} of {sampling.population} "
+            f"clients in turn take part every {separation} rounds; choose at most {separation}, or "
+            "lower clients_per_round"
+        )
 
 
 def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transform | None:
@@ -127,6 +147,7 @@ def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transfor
         clip_norm=requested.clip_norm,
         noise_multiplier=requested.noise_multiplier,
         quantile=value_of("privacy_quantile"),
+        bands=requested.sampling.bands,
     )
 
 
@@ -145,14 +166,15 @@ def _state(value_of: Callable[[str], Any], federation: Federation) -> Statement 
     requested = guarantee(value_of, federation)
     if requested is None:
         return None
-    rounds, delta = value_of("rounds"), requested.delta
+    rounds, delta, bands = value_of("rounds"), requested.delta, requested.sampling.bands
     if requested.noise_multiplier == 0:
         line = f"privacy: {requested.level} level without noise, so there is no guarantee"
     else:
         line = (
             f"privacy: {requested.level} level, epsilon = {requested.epsilon(rounds):.4g} at delta "
-            f"= {delta:g} after {rounds} rounds (replace-one); noise multiplier "
-            f"{requested.noise_multiplier:.4g}"
+            f"= {delta:g} after {rounds} rounds (replace-one); "
+            + (f"noise of {bands} rounds is correlated; " if bands > 1 else "")
+            + f"noise multiplier {requested.noise_multiplier:.4g}"
         )
 
     def metrics(round: int) -> dict[str, float | None]:
@@ -206,6 +228,13 @@ PRIVACY = Selectable(
             "Share of updates to keep below the norm: adapts privacy_clip_norm, its first value. "
             "Unset: constant.",
             limits=Limits(above=0, below=1),
+            used_with=UsedWith("privacy", ("client",)),
+        ),
+        "privacy_bands": Setting(
+            1,
+            "Number of rounds whose noise is correlated (DP-FTRL), with sampling=cyclic; at most "
+            "the number of clients / clients_per_round. 1: independent noise.",
+            limits=Limits(low=1),
             used_with=UsedWith("privacy", ("client",)),
         ),
     },

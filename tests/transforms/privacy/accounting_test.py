@@ -57,13 +57,18 @@ def test_sampling_helps_and_rounds_cost():
 
 
 def test_clients_in_turn_count_their_participations():
-    """With 7 of 10 clients, 4 rounds have 28 places, so a client takes part up to 3 times."""
-    in_turn = Sampling(sampled=7, population=10, is_cyclic=True)
-    multiplier = 8.0 / 2 / np.sqrt(3)
-    assert epsilon(in_turn, 8.0, DELTA, 4) == dp_accounting.get_epsilon_gaussian(multiplier, DELTA)
+    """With 7 of 22 clients, 8 rounds have 56 places, so a client takes part up to 3 times."""
+    in_turn = Sampling(sampled=7, population=22, is_cyclic=True)
+    squared_norm = 1 + 1 / 4 + 9 / 64  # 1, 1/2 and 3/8
+    for bands, factor in [(1, 3.0), (3, 2 * squared_norm + 5 / 4)]:  # the last in rounds 6 and 7
+        multiplier = 8.0 / 2 / np.sqrt(factor)
+        value = epsilon(in_turn._replace(bands=bands), 8.0, DELTA, 8)
+        assert value == pytest.approx(dp_accounting.get_epsilon_gaussian(multiplier, DELTA))
 
 
-@pytest.mark.parametrize("sampling", [ALL, Sampling(10, 1000), Sampling(3, 10, is_cyclic=True)])
+@pytest.mark.parametrize(
+    "sampling", [ALL, Sampling(10, 1000), Sampling(3, 10, is_cyclic=True, bands=3)]
+)
 def test_a_target_gives_the_smallest_noise(sampling):
     noise = noise_multiplier(sampling, 4.0, DELTA, 50)
     assert epsilon(sampling, noise, DELTA, 50) <= 4.0

@@ -30,12 +30,14 @@ def private(algorithm: Algorithm, **settings: Any) -> Algorithm:
     return client_privacy(FEDERATION, DATA, clients_per_round=K, **settings)(algorithm)
 
 
-def receive(algorithm: Algorithm, state: State, changes: Any, arrived: Any, key: Any = KEY) -> Any:
+def receive(
+    algorithm: Algorithm, state: State, changes: Any, arrived: Any, key: Any = KEY, t: Any = 0
+) -> Any:
     """Returns the new server state after uploads w + change of all clients."""
-    payload = algorithm.send(state, ClientContext(0, None, 0, key))
+    payload = algorithm.send(state, ClientContext(0, None, t, key))
     uploads = jax.tree.map(lambda leaf, change: leaf[None] + change, payload, changes)
     ids = jnp.where(jnp.asarray(arrived), jnp.arange(K), K)
-    cohort = tiny.cohort(FEDERATION.counts, ids, jnp.asarray(arrived), None, uploads, 0)
+    cohort = tiny.cohort(FEDERATION.counts, ids, jnp.asarray(arrived), None, uploads, t)
     return algorithm.receive(state, cohort._replace(key=key))[0]
 
 

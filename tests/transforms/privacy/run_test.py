@@ -14,23 +14,35 @@ CLIENT = {
     "privacy_quantile": 0.5,
 }
 
+BANDS = {
+    **CLIENT,
+    "clients": 6,
+    "sampling": "cyclic",
+    "privacy_quantile": None,
+    "privacy_bands": 3,
+}
+
 
 @pytest.mark.slow("three runs")
-def test_epsilon_is_stated_before_the_run_and_at_every_evaluation(tmp_path):
+@pytest.mark.parametrize(
+    ("config", "sampling"),
+    [(CLIENT, Sampling(2, 3)), (BANDS, Sampling(2, 6, is_cyclic=True, bands=3))],
+)
+def test_epsilon_is_stated_before_the_run_and_at_every_evaluation(config, sampling, tmp_path):
     lines: list[str] = []
-    result = runner.run_all(CLIENT, tmp_path / "run", tell=lines.append)[""]
+    result = runner.run_all(config, tmp_path / "run", tell=lines.append)[""]
     (stated,) = [line for line in lines if line.startswith("privacy: client level, epsilon = ")]
     noise = float(stated.rpartition(" ")[2])
     for line in result.metrics:
-        expected = epsilon(Sampling(2, 3), noise, 1e-5, line["round"])
+        expected = epsilon(sampling, noise, 1e-5, line["round"])
         assert line["epsilon"] == pytest.approx(expected, rel=1e-3)
         assert line["delta"] == 1e-5
     assert 19.9 < result.metrics[-1]["epsilon"] <= 20
     report = (tmp_path / "run" / "report.html").read_text()
     assert "ε = 20" in report
     with common.kill(checkpoints.Store, "save", common.at_step(3), after=True):
-        runner.run(CLIENT, tmp_path / "stopped")
-    resumed = runner.run(CLIENT, tmp_path / "stopped")
+        runner.run(config, tmp_path / "stopped")
+    resumed = runner.run(config, tmp_path / "stopped")
     assert resumed.resumed_at == 3
     common.assert_same_run(resumed, result)
 
