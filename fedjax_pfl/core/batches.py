@@ -47,6 +47,20 @@ def padded_size(batch_size: int, longest: int) -> int:
     return min(batch_size, max(longest, _ALWAYS_PADDED))
 
 
+def local_steps(training: Any, examples: Any, size: int) -> jax.Array:
+    """Returns the number of gradient steps of one local training.
+
+    `training` is a `local_training.Training`; `examples` are numbers of examples, of any shape.
+    `size` is the batch size, or another one that gives the same number of steps.
+    """
+    if training.steps is not None:
+        return jnp.where(examples > 0, training.steps, 0)
+    per_epoch = -(-examples // size)
+    if training.drop_last:
+        per_epoch = jnp.minimum(per_epoch, jnp.maximum(examples // size, 1))
+    return training.epochs * per_epoch
+
+
 def sample_batch(data: ClientData, split: Split, size: int, key: jax.Array) -> Batch:
     """Samples `size` examples of a split without replacement, padded to `padded_size` rows.
 

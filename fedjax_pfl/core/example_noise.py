@@ -47,8 +47,8 @@ _fits: contextvars.ContextVar[list[Fit] | None] = contextvars.ContextVar("fits",
 def record_fits() -> Iterator[list[Fit]]:
     """Yields a list of the calls of `fit` that are traced inside the context.
 
-    There, `fit` reads no examples: its result shows what else depends on them. It returns the
-    parameters minus the gradient of a batch of zeros, computed by `without_examples`.
+    There, `fit` with example noise reads no examples: its result shows what else depends on them.
+    It returns the parameters minus the gradient of a batch of zeros, by `without_examples`.
     """
     fits: list[Fit] = []
     token = _fits.set(fits)
@@ -58,9 +58,13 @@ def record_fits() -> Iterator[list[Fit]]:
         _fits.reset(token)
 
 
-def recorded_fits() -> list[Fit] | None:
-    """Returns the list of `record_fits`, or None outside of its context."""
-    return _fits.get()
+def record_fit(training: Any, params: PyTree, ctx: ClientContext) -> bool:
+    """Records a call of `fit`. Returns False, without a record, outside of `record_fits`."""
+    fits = _fits.get()
+    if fits is None:
+        return False
+    fits.append(Fit(training, ctx.data, sum(leaf.size for leaf in jax.tree.leaves(params))))
+    return True
 
 
 @jax.jit
@@ -76,11 +80,8 @@ def fit_without_examples(
     non_params: PyTree,
     ctx: ClientContext,
 ) -> tuple[PyTree, PyTree, PyTree, dict[str, jax.Array]]:
-    """Records a call of `local_training.fit` and returns a result that reads no examples."""
+    """Returns a result of `local_training.fit` that reads no examples; see `record_fits`."""
     check_no_collections(non_params)
-    fits = recorded_fits()
-    assert fits is not None
-    fits.append(Fit(training, ctx.data, sum(leaf.size for leaf in jax.tree.leaves(params))))
     rows, mask = (jax.ShapeDtypeStruct((2,), dtype) for dtype in (jnp.int32, jnp.bool_))
     shapes = jax.eval_shape(partial(take, ctx.data), rows, mask)
     batch = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), shapes)

@@ -19,7 +19,7 @@ from fedjax_pfl.core.example_noise import (
     ExampleNoise,
     fit_without_examples,
     noised_gradient,
-    recorded_fits,
+    record_fit,
 )
 from fedjax_pfl.core.examples import Batch, ClientData, Split, take
 from fedjax_pfl.core.metrics import confusion_matrix
@@ -251,22 +251,21 @@ def _batches(
                 jax.random.fold_in(key, step), longest, split.size, size
             )
 
-        return jnp.where(split.size > 0, training.steps, 0), sampled_batch
+        return batches.local_steps(training, split.size, size), sampled_batch
 
     assert training.epochs is not None
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(training.epochs))
     orders = jax.vmap(batches.random_order, (0, None, None))(keys, longest, split.size)
     orders = jnp.pad(orders, ((0, 0), (0, -longest % size)))
-    per_epoch = -(-split.size // size)
-    if training.drop_last:
-        per_epoch = jnp.minimum(per_epoch, jnp.maximum(split.size // size, 1))
+    steps = batches.local_steps(training, split.size, size)
+    per_epoch = steps // training.epochs
 
     def epoch_batch(step: jax.Array) -> tuple[jax.Array, jax.Array]:
         epoch, batch = step // jnp.maximum(per_epoch, 1), step % jnp.maximum(per_epoch, 1)
         positions = jax.lax.dynamic_slice(orders[epoch], (batch * size,), (size,))
         return positions, batch * size + jnp.arange(size) < split.size
 
-    return training.epochs * per_epoch, epoch_batch
+    return steps, epoch_batch
 
 
 def fit(
@@ -292,8 +291,9 @@ def fit(
       params, non_params, the optimiser's state, () unless it is kept, and {"loss": mean training
       loss over the examples of all steps}.
     """
+    is_recorded = record_fit(training, params, ctx)
     if training.example_noise is not None:
-        if recorded_fits() is not None:
+        if is_recorded:
             return fit_without_examples(training, gradient, params, non_params, ctx)
         gradient = noised_gradient(gradient, training.example_noise)
     data, split = ctx.data, ctx.data.train

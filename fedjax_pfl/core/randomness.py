@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 # Stages of a round. Numbers must not change: results of a seed depend on them.
-INIT, SAMPLE, DROP, SEND, TRAIN, PERSONAL, RECEIVE = range(7)
+INIT, SAMPLE, DROP, SEND, TRAIN, PERSONAL, RECEIVE, SPEED = range(8)
 
 
 def stage_key(key: jax.Array, stage: int, t: Any = 0, i: Any = 0) -> jax.Array:

@@ -107,3 +107,17 @@ def privacy_parts(last: Mapping[str, Any]) -> list[str]:
         return []
     epsilon = number(last["epsilon"])
     return ["no ε" if math.isnan(epsilon) else f"ε = {epsilon:.3g}", f"δ = {last['delta']:g}"]
+
+
+def optional_parts(last: Mapping[str, Any]) -> list[tuple[str, str, list[str]]]:
+    """Returns results that only some runs have, as text, from a line of metrics.jsonl.
+
+    Each is (name in a table, title of a card, parts of the text).
+    """
+    simulated = last.get("simulated_seconds")
+    times = [f"{number(simulated):,.1f} s simulated", f"{last.get('late') or 0:,} updates late"]
+    parts = [
+        ("rounds", "Simulated time", [] if simulated is None else times),
+        ("epsilon", "Privacy", privacy_parts(last)),
+    ]
+    return [part for part in parts if part[2]]

@@ -40,7 +40,7 @@ from fedjax_pfl.report.numbers import (
     metric_title,
     metrics_of,
     number,
-    privacy_parts,
+    optional_parts,
     unit_suffix,
 )
 from fedjax_pfl.report.run_reader import Record, Run, default_settings, read_deviation
@@ -121,7 +121,7 @@ def table(metrics: Sequence[Record]) -> str:
         f"{_seconds(last.get('compile_seconds'))} to compile{saving}",
         f"clients  {last.get('dropped') or 0} dropped out, {last.get('rejected') or 0} rejected",
     ]
-    lines += [f"epsilon  {', '.join(parts)}" for parts in [privacy_parts(last)] if parts]
+    lines += [f"{name:<7}  {', '.join(parts)}" for name, _, parts in optional_parts(last)]
     return "\n".join(lines)
 
 
@@ -277,7 +277,7 @@ def _headline(metrics: Sequence[Record], deviation: float | None) -> str:
     cards.append(("Time", "", f"{_seconds(last.get('seconds'))} s", times))
     counts = " / ".join(f"{last.get(key) or 0:,}" for key in ("dropped", "rejected"))
     cards.append(("Dropped out / rejected", "", counts, ["clients, over all rounds"]))
-    cards += [("Privacy", "", parts[0], parts[1:]) for parts in [privacy_parts(last)] if parts]
+    cards += [(title, "", parts[0], parts[1:]) for _, title, parts in optional_parts(last)]
     items = "\n".join(
         f"<div><dt>{html_page.with_definition(head, term)}</dt>"
         + f"<dd><strong>{html.escape(value)}</strong>"

@@ -15,7 +15,7 @@ def example_facts(experiment: Experiment) -> dict[str, Any]:
     """Returns the content of data.json: facts about the examples beyond the configuration.
 
     These are the metadata of the dataset, `score_deviation` (of float targets, `_target_deviation`)
-    and digests of files of the user: `digest` of examples, `initial_weights` of PyTorch's weights.
+    and digests of files of the user: `digest` of examples, `initial_weights` and `speed_trace`.
     """
     facts = dict(experiment.federation.metadata or {})
     if np.issubdtype(experiment.data.y.dtype, np.floating):
@@ -24,8 +24,9 @@ def example_facts(experiment: Experiment) -> dict[str, Any]:
         owners = np.array(experiment.federation.owners or (), str)
         arrays = map(np.asarray, jax.tree.leaves(experiment.data))
         facts["digest"] = data.digest([*arrays, owners])
-    if path := experiment.phases[0].config.initial_weights:
-        facts["initial_weights"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    for name in ("initial_weights", "speed_trace"):
+        if path := experiment.phases[0].config[name]:
+            facts[name] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
     return facts
 
 

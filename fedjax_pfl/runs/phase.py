@@ -25,7 +25,7 @@ from fedjax_pfl.networks.torch_weights import from_torch
 from fedjax_pfl.networks.user_defined import UserNetwork, check_network, check_tokens
 from fedjax_pfl.networks.zero_head import ZeroHead
 from fedjax_pfl.runs.sweep_settings import setting_values
-from fedjax_pfl.settings import configuration
+from fedjax_pfl.settings import configuration, stragglers
 from fedjax_pfl.simulation import execution_plan, sweep
 from fedjax_pfl.simulation.execution_plan import Plan
 from fedjax_pfl.simulation.on_device import DeviceProgram
@@ -128,6 +128,7 @@ class PhaseInputs:
         spread over the mesh.
         """
         config = self.configs[0]
+        speeds = stragglers.client_speeds(config.get, self.federation, self.arrays, self.algorithms)
         return functools.partial(
             round_functions,
             federation=self.federation,
@@ -135,6 +136,7 @@ class PhaseInputs:
             max_rounds=next_boundary(config, self.begin, self.begin) - self.begin,
             sampling=config.sampling,
             dropout=config.dropout,
+            client_speeds=speeds,
             max_update_norm=config.max_update_norm,
             evaluate_after=config.evaluate_after,
             validate_after=config.validate_after,
@@ -224,9 +226,7 @@ class Phase(NamedTuple):
         if len(runs) == len(self.inputs.configs):
             return self
         inputs = dataclasses.replace(self.inputs, configs=[self.inputs.configs[i] for i in runs])
-        return Phase(
-            inputs=inputs, plan=self.plan, rounds=inputs.rounds(self.plan), store=self.store
-        )
+        return self._replace(inputs=inputs, rounds=inputs.rounds(self.plan))
 
 
 def _algorithm(inputs: PhaseInputs, conv: str, settings: Mapping[str, Any]) -> Algorithm:

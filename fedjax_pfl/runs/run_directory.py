@@ -282,7 +282,12 @@ def check_examples(directory: Path, facts: Mapping[str, Any]) -> None:
 
     Passes if `facts` has no digest.
     """
-    for key, content in (("digest", "examples"), ("initial_weights", "initial weights")):
+    contents = {
+        "digest": "examples",
+        "initial_weights": "initial weights",
+        "speed_trace": "client speeds",
+    }
+    for key, content in contents.items():
         saved_digest = run_reader.read_digest(directory, key)
         if key not in facts or saved_digest == facts[key]:
             continue

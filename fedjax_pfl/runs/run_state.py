@@ -36,6 +36,8 @@ class Position(NamedTuple):
     evaluate_seconds: float = 0.0  # part of `seconds`
     compile_seconds: float = 0.0  # not part of `seconds`
     checkpoint_seconds: float = 0.0  # not part of `seconds`; without the current checkpoint
+    simulated_seconds: float | None = None  # None if no time is simulated
+    late: int = 0  # updates that missed the deadline
     ledger: Ledger = ledger.empty(0)  # bytes, dropped and rejected updates so far
     pending: tuple[dict[str, float], int] = ({}, 0)  # sums of training metrics, and their count
     metrics: tuple[dict[str, Any], ...] = ()  # lines of metrics.jsonl, one per evaluation
@@ -153,6 +155,7 @@ def record_evaluation(
         "bytes_up": at.ledger.total_up,
         "dropped": sum(at.ledger.dropped),
         "rejected": sum(at.ledger.rejected),
+        **_simulated(at),
         "best_round": at.best_round,
         **dict(item for s in experiment.statements for item in s.metrics(at.round).items()),
         **summaries.attack_summary(inputs.is_attacker, triggered, honest, task),
@@ -175,6 +178,13 @@ def record_evaluation(
         pending=({}, 0),
     )
     return line
+
+
+def _simulated(at: Position) -> dict[str, Any]:
+    """Returns the simulated seconds and the number of late updates; {} without simulated time."""
+    if at.simulated_seconds is None:
+        return {}
+    return {"simulated_seconds": round(at.simulated_seconds, 6), "late": at.late}
 
 
 def _diagnostics(

@@ -26,7 +26,7 @@ from fedjax_pfl.runs.run_state import (
     record_evaluation,
     sync_files,
 )
-from fedjax_pfl.simulation import ledger, multiprocess, spread, summaries
+from fedjax_pfl.simulation import ledger, multiprocess, speeds, spread, summaries
 from fedjax_pfl.simulation.on_device import DeviceProgram
 from fedjax_pfl.simulation.programs import with_examples
 from fedjax_pfl.simulation.records import Evaluation, Log
@@ -201,6 +201,8 @@ def _record(loop: Loop, sweep_run: SweepRun, i: int, state: State, call: Call) -
         evaluate_seconds=sweep_run.at.evaluate_seconds + call.evaluate_seconds / count,
         ledger=ledger.add(sweep_run.at.ledger, logs, rounds, uncounted),
         pending=summaries.gather(sweep_run.at.pending, logs, rounds),
+        simulated_seconds=speeds.elapsed(logs, rounds, sweep_run.at.simulated_seconds),
+        late=sweep_run.at.late + speeds.late(logs, rounds),
     )
     if call.scores is not None:
         run_state = _state_of(state, i, loop.sweep_runs)

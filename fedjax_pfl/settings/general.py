@@ -8,6 +8,7 @@ import functools
 from fedjax_pfl import transforms
 from fedjax_pfl.core.optimizers import OPTIMIZERS, SCHEDULES
 from fedjax_pfl.core.setting import Limits, Role, Setting, UsedWith
+from fedjax_pfl.settings.stragglers import STRAGGLERS
 from fedjax_pfl.simulation import programs
 
 STORES = ("auto", *programs.STORES)
@@ -148,6 +149,7 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
             "Probability that a sampled client never returns its update.",
             limits=Limits(low=0, below=1),
         ),
+        **STRAGGLERS,
     },
     "Local training": {
         "local_epochs": _hyperparameter(

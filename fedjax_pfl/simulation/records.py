@@ -19,11 +19,13 @@ class Log(NamedTuple):
 
     ids: jax.Array  # int32 [K]: client ids; arbitrary in empty slots
     present: jax.Array  # bool [K]: False for empty slots
-    dropped: jax.Array  # bool [K]: downloaded, and never returned its update
+    dropped: jax.Array  # bool [K]: downloaded, and never returned its update, or too late
     rejected: jax.Array  # bool [K]: returned an update that is not finite, or too large
     metrics: dict[str, jax.Array]  # training metrics, [K]; 0 for clients whose update is not used
     down: dict[str, jax.Array]  # int32 [K]: bytes downloaded, by layer
     up: dict[str, jax.Array]  # int32 [K]: bytes uploaded, by layer
+    seconds: Any = None  # float32 [K]: simulated time that the server waits; None without speeds
+    late: Any = None  # bool [K]: missed the deadline; None without speeds
 
     @property
     def arrived(self) -> jax.Array:
@@ -58,6 +60,35 @@ class CohortBatch(NamedTuple):
     clients: PyTree  # client-side state, leaves [K, ...]
 
 
+class Slot(NamedTuple):
+    """Inputs of one slot of a cohort; stacked for K slots, all leaves are [K, ...]."""
+
+    i: jax.Array  # client id
+    place: jax.Array  # index of the client in the data, which may be the cohort's only
+    present: jax.Array  # bool: False if no client is sampled into this place
+    dropped: jax.Array  # bool: the client downloads and never returns its update
+    client: PyTree  # client-side state
+
+
+class ClientOutcome(NamedTuple):
+    """Outcome of one client's round; stacked for K slots, all leaves are [K, ...]."""
+
+    payload: PyTree  # download
+    upload: PyTree
+    client: PyTree  # new client-side state
+    metrics: dict[str, jax.Array]  # training metrics by name
+    is_accepted: jax.Array  # bool: finite, and not too large
+    down: dict[str, jax.Array]  # bytes downloaded, by layer
+    up: dict[str, jax.Array]  # bytes uploaded, by layer
+
+
+class RoundCarry(NamedTuple):
+    """Carry of the loop over rounds."""
+
+    state: State
+    logs: tuple[Log, ...]  # of each architecture group
+
+
 class RoundSpec(NamedTuple):
     """Static facts that a program of rounds is compiled for.
 
@@ -73,6 +104,7 @@ class RoundSpec(NamedTuple):
     max_rounds: int  # most rounds in one call
     sampling: str  # random or cyclic
     dropout: Any  # probability that a sampled client never returns its update
+    speeds: Any  # `speeds.Speeds`; None: no simulated time
     max_update_norm: Any  # updates with a larger norm are rejected; None: no limit
     evaluate_after: bool  # also score models after one more local training
     validate_after: bool  # validation uses the models after that training

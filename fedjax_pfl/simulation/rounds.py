@@ -5,7 +5,7 @@ the rows and examples of its cohort (`CohortBatch`), wherever those of all clien
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,51 +18,25 @@ from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Cohort, Federati
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.randomness import DROP, INIT, RECEIVE, SEND, TRAIN, stage_key
-from fedjax_pfl.simulation import multiprocess, spread
+from fedjax_pfl.simulation import multiprocess, speeds, spread
 from fedjax_pfl.simulation.map_clients import map_clients
 from fedjax_pfl.simulation.records import (
+    ClientOutcome,
     CohortBatch,
     CompiledRounds,
     Evaluation,
     Log,
+    RoundCarry,
     RoundFunctions,
     RoundSpec,
     SharedInputs,
+    Slot,
 )
 from fedjax_pfl.simulation.sampling import sample_slots
 from fedjax_pfl.simulation.scoring import evaluate_clients, score_cohort
 
 # On a CPU, `init` is computed once and takes much longer to compile than to compute.
 _INIT_OPTIONS = {"xla_backend_optimization_level": 1}
-
-
-class Slot(NamedTuple):
-    """Inputs of one slot of a cohort; stacked for K slots, all leaves are [K, ...]."""
-
-    i: jax.Array  # client id
-    place: jax.Array  # index of the client in the data, which may be the cohort's only
-    present: jax.Array  # bool: False if no client is sampled into this place
-    dropped: jax.Array  # bool: the client downloads and never returns its update
-    client: PyTree  # client-side state
-
-
-class ClientOutcome(NamedTuple):
-    """Outcome of one client's round; stacked for K slots, all leaves are [K, ...]."""
-
-    payload: PyTree  # download
-    upload: PyTree
-    client: PyTree  # new client-side state
-    metrics: dict[str, jax.Array]  # training metrics by name
-    is_accepted: jax.Array  # bool: finite, and not too large
-    down: dict[str, jax.Array]  # bytes downloaded, by layer
-    up: dict[str, jax.Array]  # bytes uploaded, by layer
-
-
-class RoundCarry(NamedTuple):
-    """Carry of the loop over rounds."""
-
-    state: State
-    logs: tuple[Log, ...]  # of each architecture group
 
 
 def compile_rounds(functions: RoundFunctions, mesh: Mesh | None = None) -> CompiledRounds:
@@ -99,6 +73,7 @@ def round_functions(
     max_rounds: int = 1,
     sampling: str = "random",
     dropout: float = 0.0,
+    client_speeds: speeds.Speeds | None = None,
     max_update_norm: float | None = None,
     evaluate_after: bool = True,
     validate_after: bool = False,
@@ -119,6 +94,7 @@ def round_functions(
       max_rounds: Most rounds in one call of `run`.
       sampling: How the cohort is sampled: "random" or "cyclic", see `sampling`.
       dropout: Probability that a sampled client never returns its update.
+      client_speeds: Simulated time of the clients, and the deadline of a round. Default: none.
       max_update_norm: Updates with a larger norm are rejected. Default: updates whose squared norm
         is not finite in float32, from 1.8e19 on.
       evaluate_after: Whether `evaluate` also scores every model after one more local training.
@@ -150,6 +126,7 @@ def round_functions(
         max_rounds=max_rounds,
         sampling=sampling,
         dropout=dropout,
+        speeds=client_speeds,
         max_update_norm=max_update_norm,
         evaluate_after=evaluate_after,
         validate_after=validate_after,
@@ -286,6 +263,11 @@ def _run_group(
         is_spread=spec.is_spread and bool(jax.tree.leaves(shared.state.rows)),
     )
 
+    up, seconds, late = outcomes.up, None, None
+    if spec.speeds is not None:
+        late, missing, seconds = speeds.arrivals(spec.speeds, shared, slots, outcomes)
+        dropped |= missing
+        up = {layer: jnp.where(dropped, 0, count) for layer, count in up.items()}
     arrived = present & ~dropped & outcomes.is_accepted
     safe_ids = jnp.where(arrived, ids, spec.federation.clients)
     counts = jnp.asarray(spec.federation.counts, jnp.float32)
@@ -310,7 +292,9 @@ def _run_group(
         rejected=present & ~dropped & ~outcomes.is_accepted,
         metrics=metrics,
         down=outcomes.down,
-        up=outcomes.up,
+        up=up,
+        seconds=seconds,
+        late=late,
     )
     return cohort, outcomes.client, log
 

@@ -43,6 +43,8 @@ class RoundLog(NamedTuple):
     metrics: dict[str, np.ndarray]  # training metrics, float [K] each; NaN without an update
     bytes_down_by_layer: dict[str, int]  # sum over the clients, by layer
     bytes_up_by_layer: dict[str, int]  # uploaded, otherwise the same
+    seconds: float | None = None  # simulated seconds of the round; None without client speeds
+    late: np.ndarray | None = None  # bool [K]: missed the deadline; None without client speeds
 
     @property
     def loss(self) -> float:
@@ -253,6 +255,8 @@ def round_log(logs: Sequence[records.Log], r: int) -> RoundLog:
         metrics={name: np.where(arrived, column, np.nan) for name, column in values.items()},
         bytes_down_by_layer=_bytes([part.down for part in parts]),
         bytes_up_by_layer=_bytes([part.up for part in parts]),
+        seconds=None if parts[0].seconds is None else float(max(p.seconds.max() for p in parts)),
+        late=None if parts[0].late is None else joined("late"),
     )
 
 

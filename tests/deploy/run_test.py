@@ -199,6 +199,8 @@ def test_a_user_defined_method_runs_at_nodes_that_list_it(tmp_path, monkeypatch)
     ("changes", "word"),
     [
         ({"dropout": 0.1}, "dropout"),
+        ({"step_seconds": 1.0}, "step_seconds is for simulations"),
+        ({"speed_trace": "x.csv"}, "speed_trace is for simulations"),
         ({"phases": ({"rounds": 1},)}, "phases"),
         ({"seeds": 2}, "seeds"),
         ({"sampling": "cyclic"}, "sampling is for simulations"),

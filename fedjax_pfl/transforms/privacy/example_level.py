@@ -67,7 +67,8 @@ def unsupported_reason(algorithm: Algorithm, data: FederatedData, training: Trai
         program, shapes = jax.make_jaxpr(train, return_shape=True)(examples, payload, client)
     if not jax.tree.leaves(shapes[0]):
         return "the method uploads nothing"
-    if reason := _training_reason(fits, used[-1], training, program.jaxpr):
+    noised = [fit for fit in fits if fit.training.example_noise is not None]
+    if reason := _training_reason(noised, used[-1], training, program.jaxpr):
         return reason
     _, is_used = jaxprs.prune(program.jaxpr)
     is_public = [leaf is examples.train.size for leaf in jax.tree.leaves(examples)]

@@ -1,0 +1,105 @@
+"""Simulated time: how long each client takes in a round, and which clients miss its deadline.
+
+A client takes d / b + τ s + u / b seconds: d and u are the bytes of its download and upload, b its
+bandwidth, τ its local steps and s its seconds per step. With a median m and a spread σ, s is
+log-normal: m exp(σ z) with z standard normal, drawn once per client from the seed.
+
+The server waits for the last client that returns its update. If an update does not come, it waits
+until the deadline or, without one, does not wait for that client.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pfl.core.randomness import SPEED, stage_key
+from fedjax_pfl.simulation.records import ClientOutcome, Log, SharedInputs, Slot
+
+
+class Speeds(NamedTuple):
+    """Simulated time of all clients, and the deadline of a round."""
+
+    steps: np.ndarray  # int [N]: local steps of each client in a round
+    step_seconds: Any  # seconds per step: the median of the clients, or float [N]
+    spread: float = 0.0  # standard deviation of the logarithm of the seconds around the median
+    bandwidth: Any = np.inf  # bytes per second in each direction, of all clients or float [N]
+    deadline: float = np.inf  # seconds from the start of a round; infinite: none
+    free_rounds: int = 0  # number of first rounds without a download
+
+
+class Arrivals(NamedTuple):
+    """Timing of the clients of a round, in K slots."""
+
+    late: jax.Array  # bool [K]: missed the deadline
+    missing: jax.Array  # bool [K]: the server gets no update
+    seconds: jax.Array  # float32 [K]: time that the server waits for the client; 0 in empty slots
+
+
+def step_seconds(speeds: Speeds, key: jax.Array, ids: jax.Array) -> jax.Array:
+    """Returns the seconds per local step of the clients `ids`, float32 [K]. `key`: of the run."""
+    if np.ndim(speeds.step_seconds):
+        return _of(speeds.step_seconds, ids)
+    draws = jax.vmap(lambda i: jax.random.normal(stage_key(key, SPEED, 0, i)))(ids)
+    return speeds.step_seconds * jnp.exp(speeds.spread * draws)
+
+
+def arrivals(
+    speeds: Speeds, shared: SharedInputs, slots: Slot, outcomes: ClientOutcome
+) -> Arrivals:
+    """Returns who misses the deadline, and how long the server waits for each client.
+
+    Args:
+      speeds: Speeds of all clients.
+      shared: Inputs of the round.
+      slots: The sampled clients, leaves [K, ...].
+      outcomes: Their results, with the bytes that they transfer.
+    """
+    counted = jnp.where(shared.t < speeds.free_rounds, 0.0, _total(outcomes.down, slots.i))
+    transfer = (counted + _total(outcomes.up, slots.i)) / _of(speeds.bandwidth, slots.i)
+    work = _of(speeds.steps, slots.i) * step_seconds(speeds, shared.key, slots.i)
+    seconds = transfer + work
+    late = slots.present & ~slots.dropped & (seconds > speeds.deadline)
+    missing = slots.dropped | late
+    wait = jnp.where(missing, speeds.deadline if np.isfinite(speeds.deadline) else 0.0, seconds)
+    return Arrivals(late=late, missing=missing, seconds=jnp.where(slots.present, wait, 0.0))
+
+
+def _of(values: Any, ids: jax.Array) -> jax.Array:
+    """Returns the values of the clients `ids`, float32 [K]; `values` is one number or [N]."""
+    array = jnp.asarray(values, jnp.float32)
+    return array[ids] if array.ndim else jnp.broadcast_to(array, ids.shape)
+
+
+def _total(counts: dict[str, jax.Array], ids: jax.Array) -> jax.Array:
+    """Returns the bytes of all layers, float32 [K]: in int32, their sum could overflow."""
+    zero = jnp.zeros(ids.shape, jnp.float32)
+    return sum((count.astype(jnp.float32) for count in counts.values()), zero)
+
+
+def elapsed(logs: Sequence[Log], rounds: int, start: float | None) -> float | None:
+    """Returns the simulated seconds after the first `rounds` rounds of one call's logs.
+
+    The rounds are added one by one, so the sum does not depend on how calls divide the rounds.
+
+    Args:
+      logs: One log per architecture group, arrays [rounds or more, K].
+      rounds: Number of rounds to count.
+      start: Simulated seconds before the call; None before the first round.
+
+    Returns:
+      The seconds, or None if no time is simulated.
+    """
+    if any(log.seconds is None for log in logs):
+        return None
+    total = start or 0.0
+    for r in range(rounds):
+        total += max(float(np.max(log.seconds[r])) for log in logs)
+    return total
+
+
+def late(logs: Sequence[Log], rounds: int) -> int:
+    """Returns how many updates missed the deadline in the first `rounds` rounds of the logs."""
+    return sum(int(np.sum(log.late[:rounds])) for log in logs if log.late is not None)

@@ -1,0 +1,85 @@
+"""Tests of simulated time against numbers worked out by hand."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pfl.core.randomness import SPEED, stage_key
+from fedjax_pfl.simulation import speeds
+from fedjax_pfl.simulation.rounds import make_rounds
+from fedjax_pfl.simulation.speeds import Speeds
+from tests.simulation.rounds_test import KEY, counting, federation_of, no_data, scalar
+
+# Download of 20 bytes and upload of 4 bytes. Seconds of a round without a download: 4/b + steps s.
+STEPS = np.array([3, 3, 3, 5])
+SECONDS = np.array([1.0, 2.0, 0.5, 1.0])
+BANDWIDTH = np.array([4.0, 4.0, 1.0, 2.0])
+FIRST_ROUND = [3.0 + 1, 6.0 + 1, 1.5 + 4, 5.0 + 2]
+OTHER_ROUNDS = [3.0 + 6, 6.0 + 6, 1.5 + 24, 5.0 + 12]
+N = len(STEPS)
+
+
+def run(client_speeds, chunk=1, **options):
+    """Runs three rounds of all clients. Returns the state and the log."""
+    settings = {"cohort": N, "max_rounds": 3, "chunk": chunk, **options}
+    rounds = make_rounds(counting(N), federation_of(N), client_speeds=client_speeds, **settings)
+    state, (log,) = rounds.run(KEY, rounds.init(KEY), no_data(N), scalar(0), scalar(3))
+    return jax.device_get((state, log))
+
+
+def test_seconds_per_step_are_log_normal_and_drawn_by_seed():
+    drawn = Speeds(np.ones(9), step_seconds=2.0, spread=0.5)
+    values = speeds.step_seconds(drawn, KEY, jnp.arange(20_000))
+    z = jax.random.normal(stage_key(KEY, SPEED, 0, 7))
+    chex.assert_trees_all_close(values[7], 2 * jnp.exp(0.5 * z), rtol=1e-6)
+    assert abs(np.median(values) - 2) < 0.05
+    assert abs(np.std(np.log(values)) - 0.5) < 0.02
+    two = speeds.step_seconds(drawn, KEY, jnp.array([7, 3]))
+    np.testing.assert_allclose(two, [values[7], values[3]], rtol=1e-6)
+    assert speeds.step_seconds(drawn, jax.random.key(1), jnp.array([7])) != values[7]
+
+
+def test_seconds_of_three_rounds_by_hand():
+    """Without a deadline, a round lasts until its last client has returned."""
+    client_speeds = Speeds(STEPS, SECONDS, bandwidth=BANDWIDTH, free_rounds=1)
+    state, log = run(client_speeds)
+    np.testing.assert_array_equal(log.seconds, [FIRST_ROUND, OTHER_ROUNDS, OTHER_ROUNDS])
+    assert speeds.elapsed([log], 3, None) == 7 + 25.5 + 25.5
+    assert speeds.elapsed([log], 1, 10.0) == 17
+    assert not log.late.any()
+    plain_state, plain_log = run(None)
+    chex.assert_trees_all_equal(state, plain_state)
+    chex.assert_trees_all_equal(log._replace(seconds=None, late=None), plain_log)
+    assert speeds.elapsed([plain_log], 3, None) is None
+
+
+def test_who_misses_the_deadline_by_hand():
+    """A late client is absent, and the round lasts until the deadline."""
+    client_speeds = Speeds(STEPS, SECONDS, bandwidth=BANDWIDTH, deadline=7.0, free_rounds=1)
+    state, log = run(client_speeds)
+    late = np.array([[False] * 4, [True] * 4, [True] * 4])
+    np.testing.assert_array_equal(log.late, late)
+    np.testing.assert_array_equal(log.dropped, late)
+    np.testing.assert_array_equal(log.up["payload"], np.where(late, 0, 4))
+    np.testing.assert_array_equal(state.rows, np.ones(4))
+    assert state.server == 1
+    assert speeds.elapsed([log], 3, None) == 7 + 7 + 7
+    assert speeds.late([log], 3) == 8
+
+    longer = client_speeds._replace(deadline=12.0)
+    state, log = run(longer)
+    np.testing.assert_array_equal(log.late[1:], [[False, False, True, True]] * 2)
+    np.testing.assert_array_equal(log.seconds[1:], [[9, 12, 12, 12]] * 2)
+    np.testing.assert_array_equal(state.rows, [3, 3, 1, 1])
+    chex.assert_trees_all_equal((state, log), run(longer, chunk=3))
+
+
+def test_the_server_waits_for_a_client_that_drops_out_until_the_deadline():
+    client_speeds = Speeds(np.ones(N), step_seconds=2.0, deadline=5.0)
+    _, log = run(client_speeds, dropout=0.5)
+    np.testing.assert_array_equal(log.seconds, np.where(log.dropped, 5, 2))
+    assert 0 < log.dropped.sum() < 12
+    assert not log.late.any()
+    _, log = run(client_speeds._replace(deadline=np.inf), dropout=0.5)
+    np.testing.assert_array_equal(log.seconds, np.where(log.dropped, 0, 2))
