@@ -92,6 +92,8 @@ def attack_uploads(is_attacker: np.ndarray, kind: str, strength: float | None = 
         return train
 
     def attacked(cohort: Cohort) -> Cohort:
+        if not any(map(_is_number, jax.tree.leaves(cohort.uploads))):
+            return cohort
         honest = cohort.arrived & ~jnp.asarray(is_attacker_or_absent)[cohort.ids]
         attacks = cohort.arrived & ~honest & jnp.any(honest)
         x = _vectors(cohort.uploads)

@@ -108,6 +108,9 @@ def test_joint_attacks_replace_the_uploads_of_attackers_that_arrived():
     only_attackers = cohort._replace(arrived=jnp.array([0, 1, 0, 1, 0], bool))
     attack_uploads(IS_ATTACKER, "min_max")(base).receive(State((), (), ()), only_attackers)
     np.testing.assert_array_equal(received[1]["a"], uploads["a"])
+    no_uploads = cohort._replace(uploads=())  # such as those of Local
+    attack_uploads(IS_ATTACKER, "min_max")(base).receive(State((), (), ()), no_uploads)
+    assert received[2] == ()
 
 
 def images() -> tuple[FederatedData, Any]:
