@@ -105,6 +105,7 @@ your_method
 from_pfllib
 contract
 privacy
+attackers
 models
 notebooks
 data

@@ -4,7 +4,7 @@
 to those of a smaller one. Let p be the downloaded value at an upload's path, or 0 if nothing was
 downloaded there, Δ = upload − p, and s `attack_strength`.
 
-On the attackers' training examples, see `poison`, or on copies of those that other clients share:
+On the attackers' training examples, or copies of those that other clients share, see `poison`:
   label_flip        label y becomes C − 1 − y, with C classes
   backdoor          half of the examples get a trigger, a square of the largest value in the last
                     corner of an image, and the label `attack_target` (Gu et al., 2017)
@@ -65,8 +65,8 @@ _KEY = (1 << 30) + 3  # folded into the key; differs from those of other transfo
 def attackers(federation: Federation, share: float, seed: int = 0) -> np.ndarray:
     """Returns bool [N]: the attackers, round(share · active clients) of the active clients."""
     active = np.flatnonzero(federation.active)
-    chosen = np.random.default_rng([seed, SEED]).permutation(active)
-    return np.isin(np.arange(federation.clients), chosen[: round(share * len(active))])
+    order = np.random.default_rng([seed, SEED]).permutation(active)
+    return np.isin(np.arange(federation.clients), order[: round(share * len(active))])
 
 
 def attack_uploads(is_attacker: np.ndarray, kind: str, strength: float | None = None) -> Transform:

@@ -55,8 +55,8 @@ def poison(
         y[flipped] = _classes(data, federation) - 1 - y[flipped]
         return data._replace(y=y)
     x = np.array(data.x)
-    chosen = np.concatenate([rng.permutation(r)[: round(_POISONED * len(r))] for r in rows])
-    x[chosen], y[chosen] = add_trigger(x[chosen], x.max()), target
+    poisoned_rows = np.concatenate([rng.permutation(r)[: round(_POISONED * len(r))] for r in rows])
+    x[poisoned_rows], y[poisoned_rows] = add_trigger(x[poisoned_rows], x.max()), target
     return data._replace(x=x, y=y)
 
 
@@ -72,8 +72,8 @@ def triggered(data: FederatedData, is_attacker: np.ndarray, target: int) -> Fede
     split_rows, sizes = np.array(data.test.rows), np.array(data.test.size)
     for i in range(len(sizes)):
         rows = _rows(data.test, i)
-        kept = rows[old_labels[rows] != target]
-        split_rows[i, : len(kept)], sizes[i] = kept, len(kept)
+        other_rows = rows[old_labels[rows] != target]
+        split_rows[i, : len(other_rows)], sizes[i] = other_rows, len(other_rows)
     rows = np.unique(np.concatenate([_rows(data.test, i) for i in range(len(sizes))]))
     x, y = np.array(data.x), np.array(data.y)
     x[rows], y[rows] = add_trigger(x[rows], x.max()), target
@@ -92,10 +92,10 @@ def _copy_shared(data: FederatedData, is_attacker: np.ndarray) -> FederatedData:
         return np.bincount(np.asarray(split.rows)[row_mask(split)], minlength=len(data.y))
 
     train, test = np.array(data.train.rows), np.array(data.test.rows)
-    kept = count_uses(data.train) + count_uses(data.validation)
-    is_shared = kept + count_uses(data.test) > 1
+    other_uses = count_uses(data.train) + count_uses(data.validation)
+    is_shared = other_uses + count_uses(data.test) > 1
     of_attackers = row_mask(data.train) & is_attacker[:, None] & is_shared[train]
-    for_tests = row_mask(data.test) & (kept > 0)[test]
+    for_tests = row_mask(data.test) & (other_uses > 0)[test]
     tested, copy = np.unique(test[for_tests], return_inverse=True)
     copied = np.concatenate([train[of_attackers], tested])
     if not len(copied):

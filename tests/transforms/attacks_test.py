@@ -36,13 +36,13 @@ def test_attackers_are_a_fixed_part_of_the_active_clients():
     federation = FEDERATION._replace(
         counts=np.ones(40), active=np.arange(40) < 30, groups=np.zeros(40, int)
     )
-    chosen = [attackers(federation, share, seed=3) for share in (0, 0.1, 0.3, 0.5)]
-    assert [int(mask.sum()) for mask in chosen] == [0, 3, 9, 15]
-    for smaller, larger in pairwise(chosen):
+    masks = [attackers(federation, share, seed=3) for share in (0, 0.1, 0.3, 0.5)]
+    assert [int(mask.sum()) for mask in masks] == [0, 3, 9, 15]
+    for smaller, larger in pairwise(masks):
         assert (smaller <= larger).all()
-    assert not chosen[-1][30:].any()
-    np.testing.assert_array_equal(chosen[2], attackers(federation, 0.3, seed=3))
-    assert (chosen[2] != attackers(federation, 0.3, seed=4)).any()
+    assert not masks[-1][30:].any()
+    np.testing.assert_array_equal(masks[2], attackers(federation, 0.3, seed=3))
+    assert (masks[2] != attackers(federation, 0.3, seed=4)).any()
 
 
 def sent(kind: str, client: int, strength: float | None = None, upload: Any = UP) -> Any:
@@ -71,19 +71,19 @@ def test_attacks_on_one_upload_equal_their_formulas():
 def test_joint_attacks_equal_their_formulas():
     x = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
     attacks, honest = np.arange(12) < 4, (np.arange(12) >= 4) & (np.arange(12) < 11)
-    shown = np.float64(x[honest])
-    mean, deviation = shown.mean(0), shown.std(0, ddof=1)
+    honest_x = np.float64(x[honest])
+    mean, deviation = honest_x.mean(0), honest_x.std(0, ddof=1)
     run = jax.jit(joint_attack, static_argnums=(0, 1))
     # 11 clients arrived, 4 of them attackers: 6 − 4 = 2 helpers among 7 honest clients.
     for strength, z in ((None, norm.ppf(5 / 7)), (1.5, 1.5)):
         value = run("little_is_enough", strength, x, honest, attacks)
         np.testing.assert_allclose(value, mean - z * deviation, rtol=1e-5, atol=1e-6)
     # One attacker of 8 would need 4 helpers among 7: z = Φ⁻¹(3/7) is negative.
-    alone = run("little_is_enough", None, x, honest, attacks & (np.arange(12) < 1))
-    np.testing.assert_allclose(alone, mean, atol=1e-6)
+    single = run("little_is_enough", None, x, honest, attacks & (np.arange(12) < 1))
+    np.testing.assert_allclose(single, mean, atol=1e-6)
     value = np.float64(run("min_max", None, x, honest, attacks))
-    far = max(np.linalg.norm(a - b) for a in shown for b in shown)
-    np.testing.assert_allclose(max(np.linalg.norm(value - a) for a in shown), far, rtol=1e-5)
+    largest = max(np.linalg.norm(a - b) for a in honest_x for b in honest_x)
+    np.testing.assert_allclose(max(np.linalg.norm(value - a) for a in honest_x), largest, rtol=1e-5)
     factors = (mean - value) / deviation
     np.testing.assert_allclose(factors, factors[0], rtol=1e-4)
     assert factors[0] > 0
@@ -149,24 +149,26 @@ def test_attacks_on_examples_change_only_those_of_attackers():
         assert (image[2:, 2:] == data.x.max()).all()
         np.testing.assert_array_equal(image[:2], old[:2])
         np.testing.assert_array_equal(image[2:, :2], old[2:, :2])
-    others = np.setdiff1d(np.arange(21), changed)
-    np.testing.assert_array_equal(backdoor.y[others], data.y[others])
+    other_rows = np.setdiff1d(np.arange(21), changed)
+    np.testing.assert_array_equal(backdoor.y[other_rows], data.y[other_rows])
 
 
 def test_triggered_examples_have_another_label_than_the_target():
     data, _ = images()
-    shown = triggered(data, np.zeros(3, bool), 0)  # labels of the test examples: 0 1 2, 0 1 2, 0 1
-    assert shown.test.size.tolist() == [2, 2, 1]
-    assert [shown.test.rows[i, : shown.test.size[i]].tolist() for i in range(3)] == [
+    test_data = triggered(
+        data, np.zeros(3, bool), 0
+    )  # labels of the test examples: 0 1 2, 0 1 2, 0 1
+    assert test_data.test.size.tolist() == [2, 2, 1]
+    assert [test_data.test.rows[i, : test_data.test.size[i]].tolist() for i in range(3)] == [
         [13, 14],
         [16, 17],
         [19],
     ]
     tested = np.arange(12, 20)
-    assert not shown.y[tested].any()
-    assert (shown.x[tested][:, 2:, 2:] == data.x.max()).all()
-    np.testing.assert_array_equal(shown.x[:12], data.x[:12])
-    np.testing.assert_array_equal(shown.y[:12], data.y[:12])
+    assert not test_data.y[tested].any()
+    assert (test_data.x[tested][:, 2:, 2:] == data.x.max()).all()
+    np.testing.assert_array_equal(test_data.x[:12], data.x[:12])
+    np.testing.assert_array_equal(test_data.y[:12], data.y[:12])
 
 
 @pytest.mark.parametrize("kind", ["label_flip", "backdoor"])
@@ -178,22 +180,22 @@ def test_attacks_leave_examples_that_other_clients_share(kind: str):
     data = data._replace(train=Split(rows, np.array([4, 4, 4])), test=test)
     is_attacker = np.array([True, False, False])
     changed = poison(data, federation, is_attacker, kind, target=1)
-    shown = triggered(data, is_attacker, 1)
-    chex.assert_trees_all_equal_shapes(changed, shown)
+    test_data = triggered(data, is_attacker, 1)
+    chex.assert_trees_all_equal_shapes(changed, test_data)
     for new, split, clients in ((changed, "train", (1, 2)), (changed, "test", (0, 1, 2))):
         old_rows, new_rows = getattr(data, split).rows, getattr(new, split).rows
         for i in clients:
             np.testing.assert_array_equal(new.x[new_rows[i]], data.x[old_rows[i]])
             np.testing.assert_array_equal(new.y[new_rows[i]], data.y[old_rows[i]])
-    own = changed.train.rows[0]
-    assert min(own) >= len(data.y)
+    copies = changed.train.rows[0]
+    assert min(copies) >= len(data.y)
     if kind == "label_flip":
-        np.testing.assert_array_equal(changed.y[own], 2 - data.y[rows[0]])
+        np.testing.assert_array_equal(changed.y[copies], 2 - data.y[rows[0]])
     else:
-        assert (changed.x[own] != data.x[rows[0]]).any((1, 2, 3)).sum() == 2
+        assert (changed.x[copies] != data.x[rows[0]]).any((1, 2, 3)).sum() == 2
     for i in range(3):  # training examples have no trigger, test examples have
-        np.testing.assert_array_equal(shown.x[shown.train.rows[i]], data.x[rows[i]])
-        assert (shown.y[shown.test.rows[i, : shown.test.size[i]]] == 1).all()
+        np.testing.assert_array_equal(test_data.x[test_data.train.rows[i]], data.x[rows[i]])
+        assert (test_data.y[test_data.test.rows[i, : test_data.test.size[i]]] == 1).all()
 
 
 def test_unsuitable_examples_are_refused():
@@ -238,10 +240,10 @@ RUN = {
 
 @pytest.mark.slow("several runs")
 def test_runs_report_honest_clients_and_the_success_of_a_backdoor(tmp_path):
-    plain = runner.run(RUN)
+    reference = runner.run(RUN)
     no_attackers = runner.run({**RUN, "attack": "gaussian", "attack_share": 0.0})
-    chex.assert_trees_all_equal(plain.state, no_attackers.state)
-    assert plain.clients == no_attackers.clients
+    chex.assert_trees_all_equal(reference.state, no_attackers.state)
+    assert reference.clients == no_attackers.clients
     settings = {"attack": "gaussian", "attack_share": 0.4, "attack_strength": 1e3}
     weak = runner.run({**RUN, **settings})
     strong = runner.run({**RUN, **settings, "robust_rule": "krum", "robust_share": 0.4}, tmp_path)
