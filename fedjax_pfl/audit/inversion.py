@@ -1,20 +1,26 @@
 """Gradient inversion: reconstructs a client's training images from the change that it uploads.
 
-Geiping et al., Inverting Gradients, 2020. With Δ the uploaded change of the network's parameters
-and Δ(x) the change by training on images x, Adam on the pixels minimises
+Geiping et al., Inverting Gradients, 2020. With Δ the change that the client uploaded and Δ(x) the
+change by local training on images x, Adam on the pixels minimises
 
   1 − ⟨Δ, Δ(x)⟩ / (‖Δ‖ ‖Δ(x)‖) + w · mean |differences of neighbouring pixels|
 
 from several random starts, of which the lowest objective counts. The signs of the gradients in x
-are used, as in the paper. The attacker knows the download, the network, the loss, the optimiser,
-the labels and the range of pixels. Only layers that are downloaded and uploaded are compared.
-Values that the attacker lacks, such as a private head, start at its own random initialisation and
-are optimised with the pixels.
+are used, as in the paper. Δ(x) is computed by the method's own local training, without clipping,
+noise and compression, and differentiated. Both changes are differences to the upload of the same
+client with no training examples: to the model from which local training starts.
 
-Deviations: labels are given instead of inferred. Training by a method's own loss, such as FedProx
-with its penalty, is approximated by steps on the plain loss, without augmentation.
+The attacker knows the method, its settings, the download, the labels and the range of pixels.
+Layers that stay on the client, such as a private head, start at the attacker's own random
+initialisation and are optimised with the pixels. All else on the client is assumed to be known, as
+the worst case: control variates, which the server can sum up from earlier uploads, and validation
+examples.
+
+Deviations: labels are given instead of inferred. Augmentation and dropout use the attacker's own
+random key.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,43 +29,66 @@ import numpy as np
 import optax
 from jax.tree_util import keystr, tree_map_with_path
 
-from fedjax_pfl.audit.server_view import ServerView, by_path
-from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import PyTree
-from fedjax_pfl.core.examples import Batch, ClientData
-from fedjax_pfl.core.local_training import Training
+from fedjax_pfl.audit.server_view import by_path
+from fedjax_pfl.core.algorithm import ClientContext, ClientResult, PyTree
+from fedjax_pfl.core.examples import ClientData, Split
 from fedjax_pfl.core.optimizers import with_dtype_promotion
-from fedjax_pfl.core.task import Task
+
+
+class Exchange(NamedTuple):
+    """Arrays of one client's round that the attacker uses."""
+
+    payload: PyTree  # download
+    client: PyTree  # client-side state before training; `Attack.init_private` replaces some leaves
+    upload: PyTree  # as it arrived
+    x: Any  # float32 [examples, ...]: rows of `Attack.data`; training images are replaced
+    y: Any  # [examples, ...]
+    i: Any  # client id
+    t: Any  # round
 
 
 class Attack(NamedTuple):
     """Knowledge and settings of the attacker."""
 
-    network: Any
-    task: Task
-    training: Training
-    data: ClientData  # only `classes` is used
-    t: Any  # round
-    steps: int = 1  # gradient steps of the client, each on all images
+    train: Callable[[PyTree, PyTree, ClientContext], ClientResult]  # without noise and compression
+    data: ClientData  # data of the client in NumPy arrays, see `attacked_data`
+    compared: tuple[str, ...]  # paths of the compared arrays in the upload
+    init_private: Callable[[Any], dict[str, jax.Array]]  # key -> unknown layers, by path in client
     iterations: int = 1000  # steps of Adam
     restarts: int = 4
     rate: float = 0.1  # learning rate for pixels, which lie in [0, 1]
-    private_rate: float = 0.01  # learning rate for values that the attacker lacks
+    private_rate: float = 0.01  # learning rate for layers that the attacker lacks
     smoothness: float = 0.01  # w, the weight of the total variation
 
 
+def attacked_data(data: ClientData, count: int) -> ClientData:
+    """Returns the data of a client with its first `count` training examples and no other rows.
+
+    The rows of `x`, float32, are those examples and then the validation examples. The numbers of
+    examples are NumPy integers, so that loops over them can be differentiated.
+    """
+    validation_rows = np.asarray(data.validation.rows)
+    rows = np.concatenate([np.asarray(data.train.rows)[:count], validation_rows])
+    return data._replace(
+        x=np.asarray(data.x)[rows].astype(np.float32),
+        y=np.asarray(data.y)[rows],
+        train=Split(np.arange(count), np.int32(count)),
+        validation=Split(count + np.arange(len(validation_rows)), np.int32(data.validation.size)),
+    )
+
+
 class Pixels(NamedTuple):
-    """Range of the network's inputs; an image in [0, 1] is scaled to it."""
+    """Range of stored pixels; an image in [0, 1] is scaled to it."""
 
     low: Any
     high: Any
 
-    def to_input(self, images: Any) -> Any:
-        """Returns images as the network takes them."""
+    def to_stored(self, images: Any) -> Any:
+        """Returns images as the dataset stores them."""
         return self.low + images * (self.high - self.low)
 
     def to_unit(self, x: Any) -> Any:
-        """Returns inputs of the network as images in [0, 1]."""
+        """Returns stored images in [0, 1]."""
         return (x - self.low) / (self.high - self.low)
 
 
@@ -77,37 +106,45 @@ def total_variation(images: jax.Array) -> jax.Array:
     return (jnp.sum(jnp.abs(vertical)) + jnp.sum(jnp.abs(horizontal))) / images.size
 
 
-def mismatch_function(attack: Attack, view: ServerView, y: jax.Array) -> Any:
-    """Returns a function (x, variables) -> 1 − cosine similarity of uploaded and computed change.
+def changes(
+    attack: Attack, exchange: Exchange, images: jax.Array, private: dict[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the change by training on images and the uploaded change, as vectors.
 
-    It is 0 for all x if no layer can be compared. `y` are the labels [B].
+    Args:
+      attack: Knowledge of the attacker.
+      exchange: The round of the client.
+      images: Stored images [B, ...].
+      private: Values of layers by their path in the client-side state, instead of those there.
     """
-    task = attack.task._replace(augment=None)
-    gradient = local_training.gradient(attack.network, task, attack.data)
-    key = jax.random.key(0)  # of dropout, whose key the attacker lacks
-    mask = jnp.ones(len(y), bool)
+    client = tree_map_with_path(lambda path, leaf: private.get(keystr(path), leaf), exchange.client)
+    arrays = jax.tree.map(jnp.asarray, attack.data)
+    validation = Split(arrays.validation.rows, attack.data.validation.size)
 
-    def mismatch(x: jax.Array, variables: PyTree) -> jax.Array:
-        if not view.compared:
-            return jnp.zeros(())
-        start, non_params = local_training.split_variables(variables)
-        params, moments = start, attack.training.optimizer.init(start)
-        change = jax.tree.map(jnp.zeros_like, start)  # exact, unlike a difference of parameters
-        for step in range(attack.steps):
-            grads = gradient(params, non_params, Batch(x, y, mask), jax.random.fold_in(key, step))
-            updates, moments = attack.training.optimizer.update(grads[1], moments, params)
-            change = local_training.descend(change, updates, attack.training.rate(attack.t))
-            params = jax.tree.map(jnp.add, start, change)
-        pairs = [
-            (leaf.ravel(), view.change[path].ravel())
-            for path, leaf in by_path({"params": change}).items()
-            if path in view.compared
-        ]
-        computed, uploaded = (jnp.concatenate(leaves) for leaves in zip(*pairs, strict=True))
-        norms = _norm(computed) * _norm(uploaded)
-        return 1 - jnp.vdot(computed, uploaded) / norms
+    def upload(count: int) -> dict[str, jax.Array]:
+        data = arrays._replace(
+            x=jnp.asarray(exchange.x).at[: len(images)].set(images),
+            y=jnp.asarray(exchange.y),
+            train=Split(arrays.train.rows, np.int32(count)),
+            validation=validation,
+        )
+        ctx = ClientContext(i=exchange.i, data=data, t=exchange.t, key=jax.random.key(0))
+        return by_path(attack.train(exchange.payload, client, ctx).upload)
 
-    return mismatch
+    start, uploaded = upload(0), by_path(exchange.upload)
+
+    def change(values: dict[str, jax.Array]) -> jax.Array:
+        return jnp.concatenate([(values[p] - start[p]).ravel() for p in attack.compared])
+
+    return change(upload(len(images))), change(uploaded)
+
+
+def mismatch(
+    attack: Attack, exchange: Exchange, images: jax.Array, private: dict[str, jax.Array]
+) -> jax.Array:
+    """Returns 1 − cosine similarity of the two `changes`."""
+    computed, uploaded = changes(attack, exchange, images, private)
+    return 1 - jnp.vdot(computed, uploaded) / (_norm(computed) * _norm(uploaded))
 
 
 def _norm(x: jax.Array) -> jax.Array:
@@ -115,59 +152,47 @@ def _norm(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.sum(jnp.square(x)) + 1e-30)
 
 
-def reconstruct(
-    attack: Attack,
-    view: ServerView,
-    pixels: Pixels,
-    y: jax.Array,
-    shape: tuple[int, ...],
-    key: jax.Array,
-) -> Reconstruction:
-    """Returns one image per label in `y` [B], in the order of the labels.
+def reconstruct(attack: Attack, exchange: Exchange, pixels: Pixels, key: jax.Array) -> Any:
+    """Returns a `Reconstruction` with one image per training example of `attack.data`, in order.
 
-    `shape` is the shape of an image, and `key` the attacker's random key.
+    `key` is the attacker's random key.
     """
-    mismatch = mismatch_function(attack, view, y)
+    shape = (int(attack.data.train.size), *attack.data.x.shape[1:])
     schedule = optax.cosine_decay_schedule(attack.rate, attack.iterations, 0.01)
     pixel_optimizer, private_optimizer = (
         with_dtype_promotion(optax.adam(rate)) for rate in (schedule, attack.private_rate)
     )
 
-    def objective(images: jax.Array, private: dict[str, jax.Array], variables: PyTree) -> Any:
-        values = {**private, **view.start}
-        variables = tree_map_with_path(lambda path, x: values.get(keystr(path), x), variables)
-        value = mismatch(pixels.to_input(images), variables)
-        return value + attack.smoothness * total_variation(images), value
+    def attempt(exchange: Exchange, key: jax.Array) -> Reconstruction:
+        def objective(images: jax.Array, private: dict[str, jax.Array]) -> Any:
+            value = mismatch(attack, exchange, pixels.to_stored(images), private)
+            return value + attack.smoothness * total_variation(images), value
 
-    def attempt(key: jax.Array) -> Reconstruction:
         network_key, image_key = jax.random.split(key)
-        variables = dict(attack.network.init(network_key, pixels.to_input(jnp.zeros((1, *shape)))))
-        images = jax.random.uniform(image_key, (len(y), *shape))
-        private = {
-            path: leaf
-            for path, leaf in by_path({"params": variables["params"]}).items()
-            if path not in view.start
-        }
+        images, private = jax.random.uniform(image_key, shape), attack.init_private(network_key)
         slope = jax.grad(objective, (0, 1), has_aux=True)
 
         def step(_: Any, carry: Any) -> Any:
             (images, private), (pixel_state, private_state) = carry
-            (towards, private_slope), _ = slope(images, private, variables)
+            (towards, private_slope), _ = slope(images, private)
             updates, pixel_state = pixel_optimizer.update(jnp.sign(towards), pixel_state)
             images = jnp.clip(images + updates, 0, 1)
-            changes, private_state = private_optimizer.update(private_slope, private_state)
-            private = optax.apply_updates(private, changes)
+            steps, private_state = private_optimizer.update(private_slope, private_state)
+            private = optax.apply_updates(private, steps)
             return (images, private), (pixel_state, private_state)
 
         optimizers = pixel_optimizer.init(images), private_optimizer.init(private)
         start = ((images, private), optimizers)
         (images, private), _ = jax.lax.fori_loop(0, attack.iterations, step, start)
-        return Reconstruction(images, *objective(images, private, variables))
+        return Reconstruction(images, *objective(images, private))
 
-    keys = jax.random.split(key, attack.restarts)
-    attempts = jax.jit(lambda keys: jax.lax.map(attempt, keys))(keys)
-    best = jnp.nanargmin(attempts.objective)
-    return jax.tree.map(lambda leaf: leaf[best], attempts)
+    @jax.jit
+    def attempts(exchange: Exchange, keys: jax.Array) -> Reconstruction:
+        return jax.lax.map(lambda key: attempt(exchange, key), keys)
+
+    results = attempts(exchange, jax.random.split(key, attack.restarts))
+    best = jnp.nanargmin(results.objective)
+    return jax.tree.map(lambda leaf: leaf[best], results)
 
 
 def psnr(image: np.ndarray, reference: np.ndarray) -> float:

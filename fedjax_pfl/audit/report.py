@@ -1,27 +1,31 @@
 """The audit of a run: both attacks on its uploads, their numbers, tables and picture."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
 from fedjax_pfl.audit import inversion, membership
-from fedjax_pfl.audit.server_view import server_view
+from fedjax_pfl.audit.server_view import by_path, private_paths, sent_paths, server_view
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, PyTree
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.examples import Batch, FederatedData, Split, client_data, take
+from fedjax_pfl.core.examples import ClientData, FederatedData, Split, client_data, take
 from fedjax_pfl.core.groups import group_algorithms
 from fedjax_pfl.core.randomness import PERSONAL, SEND, TRAIN, stage_key
 from fedjax_pfl.report import drawing, text_tables
 from fedjax_pfl.runs.client_functions import map_clients
-from fedjax_pfl.runs.phase import Phase, make_network, make_training
+from fedjax_pfl.runs.phase import Phase, make_network
 from fedjax_pfl.runs.result import Result
+from fedjax_pfl.transforms.compression import Client as CompressionClient
+from fedjax_pfl.transforms.privacy.settings import guarantee
 
 FPR = 0.01
 SMALLEST_IMAGE = 2  # pixels on a side
@@ -34,12 +38,13 @@ class Inversion(NamedTuple):
     round: int
     labels: np.ndarray  # [B, ...]
     originals: np.ndarray  # [B, height, width, channels]
-    reconstructions: np.ndarray  # like `originals`, in their order
+    reconstructions: np.ndarray  # like `originals`, in their order; [0, ...] without an attack
     psnr: list[float]  # dB, of each reconstruction
     mean_image_psnr: list[float]  # dB, of the mean training image of the federation
-    mismatch: float  # 1 − cosine similarity of the uploaded change and of the computed one
-    layers: list[str]  # layers that were compared
-    share: float  # of the network's parameters that were compared
+    mismatch: float | None  # 1 − cosine similarity of the uploaded change and of the computed one
+    layers: list[str]  # layers of the upload that were compared
+    unknown: list[str]  # layers of the network that the attacker lacks
+    reason: str  # why images cannot be reconstructed, or ""
 
 
 class Audit(NamedTuple):
@@ -101,6 +106,7 @@ def invert(
     examples: int = 1,
     steps: int = 1,
     iterations: int = 1000,
+    knows_private: bool = False,
 ) -> Inversion:
     """Reconstructs training images of a client from its upload in one round.
 
@@ -113,6 +119,7 @@ def invert(
       examples: Number of images to train on.
       steps: Gradient steps of the client.
       iterations: Optimisation steps of the attacker.
+      knows_private: The attacker also knows the layers that stay on the client.
     """
     phase = _short_training(result.phases[0 if first else -1], examples, steps)
     state = phase.rounds.init(phase.key) if first else result.state
@@ -121,44 +128,94 @@ def invert(
     size = np.minimum(train.size, examples).astype(np.int32)
     data = result.data._replace(train=Split(train.rows[:, :examples], size))
     limited = result._replace(phases=(phase,), data=data)
-    ((_, (payload, upload)),) = map_clients(_exchange, limited, state, t, [client])
+    ((_, (payload, upload, state)),) = map_clients(_exchange, limited, state, t, [client])
+    state = state.method if isinstance(state, CompressionClient) else state
     g = int(result.federation.groups[client])
-    network = _network(phase, g)
+    network, member = _network(phase, g), group_algorithms(_without_noise(phase).algorithm)[g]
     variables = _variable_shapes(network, result)
-    view = server_view(group_algorithms(phase.algorithm)[g], payload, upload, variables)
+    private = private_paths(member, payload, upload, state, variables)
+    unknown = {} if knows_private else private
+
+    def init_private(key: Any) -> dict[str, jax.Array]:
+        values = by_path(dict(network.init(key, result.federation.examples())))
+        return {place: values[path] for place, path in unknown.items()}
+
     attack = inversion.Attack(
-        network=network,
-        task=result.federation.task,
-        training=make_training(phase.inputs, phase.config.get),
-        data=client_data(data, client),
-        t=t,
-        steps=steps,
+        train=member.train,
+        data=inversion.attacked_data(client_data(data, client), int(size[client])),
+        compared=sent_paths(member, payload, upload),
+        init_private=init_private,
         iterations=iterations,
     )
-    batch, pixels = _training_batch(data, client), _pixel_range(data)
-    key = jax.random.key(1)  # of the attacker
-    shape = result.federation.input_shape
-    attempt = jax.device_get(inversion.reconstruct(attack, view, pixels, batch.y, shape, key))
-    originals, labels = pixels.to_unit(batch.x), np.asarray(batch.y)
-    images = attempt.images[inversion.match_order(attempt.images, originals, labels)]
-    mean_image = pixels.to_unit(_mean_input(result.data))
-    compared = {
-        path: leaf.size
-        for path, leaf in tree_leaves_with_path(variables)
-        if keystr(path) in view.compared
-    }
+    x, y = attack.data.x, attack.data.y
+    exchange = inversion.Exchange(payload, state, upload, x, y, client, t)
+    pixels, labels = _pixel_range(data), _labels(attack.data)
+    originals = pixels.to_unit(x[: len(labels)])
+    layers = [path for path, _ in tree_leaves_with_path(upload) if keystr(path) in attack.compared]
+    reason = _reason(attack, exchange, network, variables, set(unknown.values()))
+    images, mismatch = originals[:0], None
+    if not reason:
+        key = jax.random.key(1)  # of the attacker
+        attempt = _reconstruct(attack, exchange, pixels, key)
+        images = attempt.images[inversion.match_order(attempt.images, originals, labels)]
+        mismatch = float(attempt.mismatch)
+    mean_image = pixels.to_unit(_mean_image(result.data))
+    pairs = zip(images, originals, strict=False)  # no pair without an attack
     return Inversion(
         client=client,
         round=t,
         labels=labels,
         originals=originals,
         reconstructions=images,
-        psnr=[inversion.psnr(*pair) for pair in zip(images, originals, strict=True)],
+        psnr=[inversion.psnr(*pair) for pair in pairs],
         mean_image_psnr=[inversion.psnr(mean_image, image) for image in originals],
-        mismatch=float(attempt.mismatch),
-        layers=sorted({trees.layer_name(path) for path in compared}),
-        share=sum(compared.values()) / trees.size(variables["params"]),
+        mismatch=mismatch,
+        layers=sorted({trees.layer_name(path) for path in layers}),
+        unknown=sorted(_layers(variables, set(unknown.values()))),
+        reason=reason,
     )
+
+
+def _reconstruct(attack: Any, exchange: Any, pixels: Any, key: Any) -> Any:
+    """Returns `inversion.reconstruct`, or raises UsageError without derivatives of training."""
+    try:
+        return jax.device_get(inversion.reconstruct(attack, exchange, pixels, key))
+    except ValueError as error:
+        if "Reverse-mode" not in str(error):
+            raise
+        raise UsageError(
+            "images cannot be reconstructed: the number of steps of this method's local training "
+            "depends on the examples, so it has no derivatives"
+        ) from None
+
+
+def _layers(variables: PyTree, paths: Collection[str]) -> set[str]:
+    """Returns the layers of a network with a parameter among `paths`."""
+    leaves = tree_leaves_with_path(variables)
+    return {trees.layer_name(path) for path, _ in leaves if keystr(path) in paths}
+
+
+def _reason(
+    attack: inversion.Attack,
+    exchange: inversion.Exchange,
+    network: Any,
+    variables: PyTree,
+    unknown: Collection[str],
+) -> str:
+    """Returns why images cannot be reconstructed, or "". `unknown` are paths of parameters."""
+    if not attack.compared:
+        return "the method uploads no numbers"
+    other_layers = _layers(variables, by_path(variables).keys() - unknown)
+    if network.layers[0] in _layers(variables, unknown) - other_layers:
+        return (
+            f"{network.layers[0]}, which reads the pixels, stays on the client, so an image cannot "
+            "be told from others; --knows_private shows the worst case"
+        )
+    images = exchange.x[: int(attack.data.train.size)]
+    _, uploaded = jax.jit(partial(inversion.changes, attack))(exchange, images, {})
+    if not jnp.any(uploaded):
+        return "the client fits its examples so well that its change is 0 in float32"
+    return ""
 
 
 def infer_membership(result: Result, clients: Sequence[int]) -> dict[str, dict[str, float] | None]:
@@ -200,16 +257,19 @@ def infer_membership(result: Result, clients: Sequence[int]) -> dict[str, dict[s
 def tables(facts: Audit) -> list[text_tables.Table]:
     """Returns a table of the reconstructed images and one of membership."""
     attack = facts.inversion
+    cells = [f"{value:.1f}" for value in attack.psnr] or ["–"] * len(attack.labels)
     rows = [
-        [f"image {number}, label {label}", f"{psnr:.1f}", f"{mean:.1f}"]
-        for number, (label, psnr, mean) in enumerate(
-            zip(attack.labels, attack.psnr, attack.mean_image_psnr, strict=True)
+        [f"image {number}, label {label}", cell, f"{mean:.1f}"]
+        for number, (label, cell, mean) in enumerate(
+            zip(attack.labels, cells, attack.mean_image_psnr, strict=True)
         )
     ]
-    layers = ", ".join(attack.layers) or "none"
+    place = f"Images of client {attack.client} from its upload in round {attack.round}"
+    unknown = f"; unknown: {', '.join(attack.unknown)}" if attack.unknown else ""
     inverted = text_tables.Table(
-        caption=f"Images of client {attack.client} from its upload in round {attack.round}: PSNR "
-        f"in dB. Compared: {attack.share:.0%} of the network's parameters; layers: {layers}.",
+        caption=f"{place}: none, because {attack.reason}."
+        if attack.reason
+        else f"{place}: PSNR in dB. Compared: {', '.join(attack.layers)}{unknown}.",
         heads=["reconstruction", "mean image"],
         rows=rows,
     )
@@ -254,20 +314,35 @@ def _drawable(image: np.ndarray) -> np.ndarray:
 
 
 def _short_training(phase: Phase, examples: int, steps: int) -> Phase:
-    """Returns a phase whose clients train for some steps on batches of `examples`."""
+    """Returns a phase whose clients train for some steps on batches of `examples`.
+
+    Noise keeps its standard deviation, which may be computed from ε and the run's own steps.
+    """
+    changes: dict[str, Any] = {"local_steps": steps, "local_epochs": None, "batch_size": examples}
+    if requested := guarantee(phase.config.get, phase.federation):
+        changes |= {"privacy_noise": requested.noise_multiplier, "privacy_epsilon": None}
+    return _replace_settings(phase, changes)
+
+
+def _without_noise(phase: Phase) -> Phase:
+    """Returns a phase whose clients upload without noise and compression."""
+    return _replace_settings(phase, {"privacy": "none", "upload_bits": None, "upload_top_k": None})
+
+
+def _replace_settings(phase: Phase, changes: dict[str, Any]) -> Phase:
+    """Returns a phase with other values of some settings."""
     config = ConfigDict(phase.config, type_safe=False)
-    changes = {"local_steps": steps, "local_epochs": None, "batch_size": examples}
     config.update(changes)
     return phase._replace(inputs=dataclasses.replace(phase.inputs, configs=[config]))
 
 
 def _exchange(
     member: Algorithm, state: Any, client: PyTree, ctx: ClientContext
-) -> tuple[PyTree, PyTree]:
-    """Returns the download and the upload of a client in one round."""
+) -> tuple[PyTree, PyTree, PyTree]:
+    """Returns the download, the upload and the earlier client-side state of a client."""
     send_key, train_key = (stage_key(ctx.key, s, ctx.t, ctx.i) for s in (SEND, TRAIN))
     payload = member.send(state, ctx._replace(data=None, key=send_key))
-    return payload, member.train(payload, client, ctx._replace(key=train_key)).upload
+    return payload, member.train(payload, client, ctx._replace(key=train_key)).upload, client
 
 
 def _serve_and_exchange(
@@ -276,7 +351,7 @@ def _serve_and_exchange(
     """Returns a client's personal model, and its download and upload in one round."""
     personal_key = stage_key(ctx.key, PERSONAL, ctx.t, ctx.i)
     served = member.personalize(state, client, ctx._replace(key=personal_key))
-    return served, *_exchange(member, state, client, ctx)
+    return served, *_exchange(member, state, client, ctx)[:2]
 
 
 def _network(phase: Phase, g: int) -> Any:
@@ -294,28 +369,19 @@ def _variable_shapes(network: Any, result: Result) -> PyTree:
     )
 
 
-def _training_batch(data: FederatedData, client: int) -> Batch:
-    """Returns the training examples of a client, in NumPy arrays."""
-    client_examples = client_data(data, client)
-    rows = client_examples.train.rows[: int(client_examples.train.size)]
-    return jax.device_get(take(client_examples, rows, np.ones(len(rows), bool)))
+def _labels(data: ClientData) -> np.ndarray:
+    """Returns the labels of the training examples of a client."""
+    size = int(data.train.size)
+    return np.asarray(take(data, data.train.rows, np.ones(size, bool)).y)
 
 
 def _pixel_range(data: FederatedData) -> inversion.Pixels:
-    """Returns the range of the network's inputs in the dataset."""
-    ends = np.min(data.x), np.max(data.x)
-    return inversion.Pixels(*(_normalised(data, np.float32(end)) for end in ends))
+    """Returns the range of stored pixels in the dataset."""
+    return inversion.Pixels(np.float32(np.min(data.x)), np.float32(np.max(data.x)))
 
 
-def _mean_input(data: FederatedData) -> np.ndarray:
-    """Returns the mean of all training examples, as the network takes it."""
+def _mean_image(data: FederatedData) -> np.ndarray:
+    """Returns the mean of all training examples, as they are stored."""
     pairs = zip(data.train.rows, data.train.size, strict=True)
     rows = np.concatenate([row[: int(size)] for row, size in pairs])
-    return _normalised(data, np.mean(np.asarray(data.x)[rows], 0, dtype=np.float32))
-
-
-def _normalised(data: FederatedData, x: Any) -> Any:
-    """Returns stored values as the network takes them."""
-    if data.scale is None or data.shift is None:
-        return x
-    return x * np.asarray(data.scale) + np.asarray(data.shift)
+    return np.asarray(np.mean(np.asarray(data.x)[rows], 0, dtype=np.float32))

@@ -23,12 +23,6 @@ class ServerView(NamedTuple):
     start: dict[str, jax.Array]  # downloaded values
     change: dict[str, jax.Array]  # uploaded values minus downloaded ones, as they arrive
 
-    @property
-    def compared(self) -> set[str]:
-        """Returns the paths of parameters whose start and change are known."""
-        shared_paths = self.start.keys() & self.change.keys()
-        return {path for path in shared_paths if path.startswith(_PARAMS)}
-
     def uploaded(self, variables: PyTree) -> PyTree | None:
         """Returns the uploaded network, shaped like `variables`, or None if parts are missing."""
         if not by_path(variables).keys() <= self.change.keys():
@@ -49,24 +43,60 @@ def server_view(
 ) -> ServerView:
     """Returns the parts of a network that are in a download and in an upload.
 
-    Layers without uploaded bytes, such as a private head, are not in the upload.
-
     Args:
       member: The algorithm of the client's group.
       payload: The download.
       upload: The upload, after compression and noise.
       variables: Variables of the network; only paths and shapes matter.
     """
+    change = by_path(trees.change(payload, upload))
+    sent = {path: change[path] for path in sent_paths(member, payload, upload)}
+    return ServerView(start=_find(by_path(payload), variables), change=_find(sent, variables))
+
+
+def sent_paths(member: Algorithm, payload: PyTree, upload: PyTree) -> tuple[str, ...]:
+    """Returns the paths of the floating-point arrays of an upload that are sent.
+
+    Layers without uploaded bytes, such as a private head, are not sent.
+    """
     bytes_up = member.traffic(payload, upload).up
+    return tuple(
+        keystr(path)
+        for path, leaf in tree_leaves_with_path(upload)
+        if int(bytes_up.get(trees.layer_name(path), 0)) > 0
+        and jnp.issubdtype(leaf.dtype, jnp.floating)
+    )
+
+
+def private_paths(
+    member: Algorithm, payload: PyTree, upload: PyTree, client: PyTree, variables: PyTree
+) -> dict[str, str]:
+    """Returns the parameters of a network that the server lacks, by their path in `client`.
+
+    Values are paths in `variables`. The download has no value of these parameters that is sent in
+    either direction, such as those of a private head.
+
+    Args:
+      member: The algorithm of the client's group.
+      payload: The download.
+      upload: The upload.
+      client: Client-side state.
+      variables: Variables of the network; only paths and shapes matter.
+    """
+    traffic = member.traffic(payload, upload)
     sent = {
         keystr(path): leaf
-        for path, leaf in tree_leaves_with_path(trees.change(payload, upload))
-        if int(bytes_up.get(trees.layer_name(path), 0)) > 0
+        for path, leaf in tree_leaves_with_path(payload)
+        if any(int(count.get(trees.layer_name(path), 0)) > 0 for count in traffic)
     }
-    return ServerView(
-        start=_find(by_path(payload), variables),
-        change=_find(sent, variables),
-    )
+    missing = by_path(variables).keys() - _find(sent, variables).keys()
+    shapes = {path: leaf.shape for path, leaf in by_path(variables).items()}
+    return {
+        place: path
+        for place, leaf in by_path(client).items()
+        for path in sorted(missing)
+        if path.startswith(_PARAMS) and place.endswith(path) and leaf.shape == shapes[path]
+    }
 
 
 def _find(leaves: dict[str, jax.Array], variables: PyTree) -> dict[str, jax.Array]:

@@ -12,7 +12,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import export
 
 HELP = """
-fedjax-pfl audit RUN --out=FOLDER                 audit.json and images.png
+fedjax-pfl audit RUN --out=FOLDER                 audit.json and, if images come back, images.png
 fedjax-pfl audit RUN --out=FOLDER --examples=4    reconstructs four images
 fedjax-pfl audit RUN --out=FOLDER --first         from the upload of the first round
 
@@ -45,6 +45,12 @@ def define_flags(options: flags.FlagValues) -> None:
         "Reconstruct images from the first round instead of the one after the last.",
         flag_values=options,
     )
+    flags.DEFINE_bool(
+        "knows_private",
+        False,
+        "The attacker also knows the layers that stay on the client: the worst case.",
+        flag_values=options,
+    )
     define_data_dir(options)
 
 
@@ -68,12 +74,14 @@ def write_audit(call: Call) -> None:
         examples=options.examples,
         steps=options.steps,
         iterations=options.iterations,
+        knows_private=options.knows_private,
     )
     folder = Path(options.out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "audit.json").write_text(json.dumps(facts.as_json(), indent=2) + "\n")
-        audit.draw(facts.inversion).savefig(folder / "images.png", dpi=120)
+        if facts.inversion.psnr:
+            audit.draw(facts.inversion).savefig(folder / "images.png", dpi=120)
     except OSError as error:
         raise UsageError(f"{folder} cannot be written ({error.strerror})") from None
     print(text_tables.text(audit.tables(facts)))

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_pfl.core.examples import Batch, ClientData, Split, take
 
@@ -47,14 +48,15 @@ def padded_size(batch_size: int, longest: int) -> int:
     return min(batch_size, max(longest, _ALWAYS_PADDED))
 
 
-def local_steps(training: Any, examples: Any, size: int) -> jax.Array:
+def local_steps(training: Any, examples: Any, size: int) -> Any:
     """Returns the number of gradient steps of one local training.
 
     `training` is a `local_training.Training`; `examples` are numbers of examples, of any shape.
     `size` is the batch size, or another one that gives the same number of steps.
     """
     if training.steps is not None:
-        return jnp.where(examples > 0, training.steps, 0)
+        # A NumPy integer if `examples` is one: a loop of so many steps has derivatives.
+        return training.steps * (examples > 0).astype(np.int32)
     per_epoch = -(-examples // size)
     if training.drop_last:
         per_epoch = jnp.minimum(per_epoch, jnp.maximum(examples // size, 1))

@@ -28,7 +28,7 @@ def test_the_command_audits_a_run(tmp_path, capsys):
     facts = json.loads((out / "audit.json").read_text())
     assert (facts["algorithm"], facts["inversion"]["layers"]) == ("fedper", ["fc1"])
     assert len(facts["inversion"]["psnr"]) == 3
-    assert 0 < facts["inversion"]["share"] < 1
+    assert facts["inversion"]["unknown"] == ["fc2"]
     assert 0 <= facts["membership"]["served"]["auc"] <= 1
     assert facts["membership"]["uploaded"] is None  # the head is private
     assert pixels(out / "images.png").shape[2] == 3
@@ -46,6 +46,18 @@ def test_the_command_audits_a_run(tmp_path, capsys):
     assert "that was deployed" in message(run_here, "audit", copied, f"--out={out}")
     (copied / "report.html").unlink()
     assert "has not finished" in message(run_here, "audit", copied, f"--out={out}")
+
+
+def test_a_body_that_stays_on_the_client_hides_images(tmp_path, capsys):
+    directory, out = tmp_path / "run", tmp_path / "out"
+    runner.run({**BASE, "algorithm": "fedproto", "upload_bits": 8}, directory)
+    flags = [f"--out={out}", "--iterations=20"]
+    run_here("audit", directory, *flags)
+    assert "none, because fc1, which reads the pixels, stays" in capsys.readouterr().out
+    assert {path.name for path in out.iterdir()} == {"audit.json"}
+    run_here("audit", directory, *flags, "--knows_private")
+    assert "PSNR in dB. Compared: counts, prototypes." in capsys.readouterr().out
+    assert len(json.loads((out / "audit.json").read_text())["inversion"]["psnr"]) == 1
 
 
 def test_examples_must_be_images(tmp_path):

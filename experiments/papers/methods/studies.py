@@ -2,11 +2,12 @@
 
 python -m experiments.studies methods leakage
 
-leakage  accuracy, and what a curious server learns from uploads: reconstructed images (PSNR in dB
-         at the first round and after the last) and membership (AUC); runs of 30 rounds
+leakage  accuracy and what a curious server learns from uploads of runs of 30 rounds; four methods
+         also with privacy. Reconstructed images: PSNR in dB in the first round and after the last.
+         Membership: AUC.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -17,6 +18,7 @@ from experiments.papers.table import accuracy
 from fedjax_pfl.audit.report import infer_membership, invert
 from fedjax_pfl.presets import baseline
 from fedjax_pfl.report.method_labels import table_label
+from fedjax_pfl.runs.result import Result
 
 METHODS = (
     "local",
@@ -28,46 +30,78 @@ METHODS = (
     "fedper",
     "fedrep",
     "lg_fedavg",
+    "fedfomo",
     "fedproto",
     "pfedla",
     "pfedhn_pc",
 )
-HEADS = ("accuracy", "PSNR first", "PSNR last", "AUC served", "AUC uploaded")
-AUDITED = 3  # clients of each run whose images are reconstructed
+NOISED = ("fedavg", "fedper", "pfedla", "pfedhn_pc")  # also run with PRIVACY
+PRIVACY = {"privacy": "example", "privacy_epsilon": 50.0, "privacy_clip_norm": 1.0}
+AUDITED = 1  # clients of each run whose images are reconstructed
 
 
 def leakage() -> tuple[dict[str, Any], Figure]:
-    """Audits a run of each method; PSNR is a mean over one image of each of three clients."""
+    """Audits a run of each method; PSNR is a mean over one image of each run."""
     numbers: dict[str, Any] = {}
+    worst_case: dict[str, Any] = {}  # the attacker knows the private layers
     for name in study.select_methods(METHODS):
         config = baseline.get_config(f"{name}-{DATASET.value}")
         config.update(learning_rate=0.05, evaluate_after=False)
-        columns: dict[str, list[float]] = {head: [] for head in HEADS}
-        for result in runs(config, f"leakage-{name}", ROUNDS.value):
-            columns["accuracy"].append(accuracy(result))
-            for head, first in (("first", True), ("last", False)):
-                for client in range(AUDITED):
-                    columns[f"PSNR {head}"] += invert(result, client, first=first).psnr
-            inferred = infer_membership(result, range(result.federation.clients))
-            for model, scores in inferred.items():
-                columns[f"AUC {model}"] += [scores["auc"]] if scores else []
-        numbers[name] = {
-            head: mean_std(values) if values else None for head, values in columns.items()
-        }
-    return numbers, _scatter(numbers)
+        if name == "fedfomo":
+            config.validation_fraction = 0.2
+        results = runs(config, f"leakage-{name}", ROUNDS.value)
+        numbers[name] = _audit_runs(results)
+        if name != "local" and invert(results[0], 0, iterations=1).unknown:
+            worst_case[name] = _psnr(results, knows_private=True)
+        if name in NOISED:
+            config.update(PRIVACY)
+            noised = runs(config, f"leakage-{name}-noised", ROUNDS.value)
+            numbers[f"{name}, epsilon {PRIVACY['privacy_epsilon']:g}"] = _audit_runs(noised)
+    figure = _scatter(numbers)
+    return {**numbers, "private layers known": worst_case, "noise": PRIVACY}, figure
+
+
+def _audit_runs(results: Sequence[Result]) -> dict[str, Any]:
+    """Returns means and deviations of accuracy, PSNR and AUC over runs; None without an attack."""
+    auc: dict[str, list[float]] = {"AUC served": [], "AUC uploaded": []}
+    for result in results:
+        inferred = infer_membership(result, range(result.federation.clients))
+        for model, scores in inferred.items():
+            auc[f"AUC {model}"] += [scores["auc"]] if scores else []
+    return {
+        "accuracy": mean_std([accuracy(result) for result in results]),
+        **_psnr(results),
+        **{head: mean_std(values) if values else None for head, values in auc.items()},
+    }
+
+
+def _psnr(results: Sequence[Result], *, knows_private: bool = False) -> dict[str, Any]:
+    """Returns mean and deviation of the PSNR in the first and the last round, or None."""
+    columns = {}
+    for head, first in (("PSNR first", True), ("PSNR last", False)):
+        inversions = [
+            invert(result, client, first=first, knows_private=knows_private)
+            for result in results
+            for client in range(AUDITED)
+        ]
+        values = [value for inversion in inversions for value in inversion.psnr]
+        columns[head] = mean_std(values) if values else None
+    return columns
 
 
 def _scatter(numbers: Mapping[str, Any]) -> Figure:
-    """Draws accuracy against the PSNR of reconstructions in the last round."""
+    """Draws accuracy against the PSNR of reconstructions in the last round, if there are any."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axis = figure.subplots()
-    by_accuracy = sorted(numbers.items(), key=lambda item: item[1]["accuracy"]["mean"])
-    for k, (name, row) in enumerate(by_accuracy):
+    attacked = [(name, row) for name, row in numbers.items() if row["PSNR last"]]
+    attacked.sort(key=lambda item: item[1]["accuracy"]["mean"])
+    for k, (name, row) in enumerate(attacked):
         place = row["PSNR last"]["mean"], row["accuracy"]["mean"]
-        axis.plot(*place, "o", color=COLOURS[0])
+        method, _, noise = name.partition(",")
+        axis.plot(*place, "o", color=COLOURS[bool(noise)])
         side, offset = (("left", 6), ("right", -6))[k % 2]  # neighbours on different sides
         axis.annotate(
-            table_label(name),
+            table_label(method) + noise.replace(" epsilon", ", ε ="),
             place,
             xytext=(offset, -3),
             textcoords="offset points",
