@@ -3,7 +3,7 @@
 A page holds <!-- begin MARK ARGUMENT ... -->, the generated text, and <!-- end -->. The marks are
 docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., listing KIND,
 tables, speed FILE, libraries FILE, accuracies FILE, memory FILE, agreed FILE,
-leaderboard COLUMN, stress, summary, privacy, released, cells TABLE COLUMN,... ROW ....
+leaderboard COLUMN, stress, summary, privacy, released, correlated, cells TABLE COLUMN,... ROW ....
 
 A name that does not exist in the code is an error. A test checks that pages are up to date.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from experiments import agree, benchmark
+from experiments import agree, benchmark, correlated_noise
 from experiments.libraries import layouts, rivals, scored
 from experiments.papers import agreement
 from experiments.papers.tables import TABLES
@@ -336,6 +336,7 @@ MARKS: dict[str, Callable[..., str]] = {
     "leaderboard": leaderboard,
     "privacy": privacy,
     "released": released,
+    "correlated": lambda: correlated_noise.compare(1000, 50, 400, (4, 8), 1e-5),
     "stress": stress,
     "summary": summary,
     "cells": cells,

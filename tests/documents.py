@@ -24,7 +24,16 @@ from fedjax_pfl.settings import configuration, custom, selection
 
 DOCS = Path(__file__).parents[1] / "docs"
 # Commands that only the repository has.
-SCRIPTS = ("reproduce", "studies", "leaderboard", "scaling", "many_clients", "benchmark", "agree")
+SCRIPTS = (
+    "reproduce",
+    "studies",
+    "leaderboard",
+    "scaling",
+    "many_clients",
+    "benchmark",
+    "agree",
+    "correlated_noise",
+)
 
 
 def blocks(page: str, language: str = "python") -> list[str]:

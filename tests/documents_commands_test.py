@@ -17,7 +17,15 @@ PAGES = (
 # Pages that show the output of their commands. Numbers may differ: commands train for one round.
 WITH_OUTPUT = ("index.md", "questions.md")
 SECONDS = ("--list", "--only_show", "--summary")
-HOURS = ("reproduce", "studies", "leaderboard", "scaling", "many_clients", "benchmark")
+HOURS = (
+    "reproduce",
+    "studies",
+    "leaderboard",
+    "scaling",
+    "many_clients",
+    "benchmark",
+    "correlated_noise",
+)
 OTHER_LIBRARIES = ("agree", "import-partition")
 FILES = r"cifar10|femnist|dataset=\w+:(?!visits)|data_dir|emnist|svhn"
 HOSPITALS = ("Amsterdam", "Bern", "Cairo", "Delhi")

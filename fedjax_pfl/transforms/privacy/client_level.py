@@ -89,9 +89,9 @@ def client_privacy(
       noise_multiplier: Standard deviation of the noise on the sum of updates, in clipping norms.
       quantile: Share of updates below the norm at which adaptive clipping aims; the first norm is
         `clip_norm`. None: the norm is constant.
-      bands: Number of consecutive rounds in which a client takes part at most once; the noise of
-        so many rounds is correlated. The server keeps bands - 1 copies of an upload. 1: independent
-        noise. Others need `sampling="cyclic"` in `Simulation`, and at most ⌊N / K⌋ bands.
+      bands: Number of consecutive rounds whose noise is correlated. A client must take part at most
+        once in them: use `sampling="cyclic"` in `Simulation`, and at most ⌊N / K⌋ bands. The server
+        keeps bands - 1 copies of an upload. 1: independent noise.
     """
     is_clipped = math.isfinite(clip_norm)
     if not is_clipped and (noise_multiplier or quantile is not None):

@@ -84,10 +84,10 @@ def advance(
     def step(r: Any, noise: PyTree) -> PyTree:
         slot = r % length
         by_slot = weights[(slot - 1 - jnp.arange(length)) % length]  # c_j for the noise of r - j
-        known = jax.tree.map(
+        carried_over = jax.tree.map(
             lambda leaf: -jnp.tensordot(by_slot, leaf, axes=1, precision="highest"), noise
         )
-        new = clip_and_noise.add_noise(known, 1.0, jax.random.fold_in(key, r))
+        new = clip_and_noise.add_noise(carried_over, 1.0, jax.random.fold_in(key, r))
         return jax.tree.map(lambda leaf, row: leaf.at[slot].set(row), noise, new)
 
     t = jnp.asarray(t, jnp.int32)

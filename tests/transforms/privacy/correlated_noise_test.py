@@ -34,10 +34,10 @@ def test_coefficients_are_those_of_the_square_root():
 def test_the_recursion_solves_the_dense_system(bands: int):
     """Rounds 2, 3 and 6 have no call."""
     model = {"a": jnp.zeros((2, 3)), "b": jnp.zeros(5)}
-    rounds, called = 9, (0, 1, 4, 5, 7, 8)
+    rounds, called_rounds = 9, (0, 1, 4, 5, 7, 8)
     advance = jax.jit(lambda history, t: correlated_noise.advance(history, t, KEY, bands))
     history, noise = correlated_noise.empty_history(model, bands), {}
-    for t in called:
+    for t in called_rounds:
         noise[t], history = advance(history, t)
     independent = [
         clip_and_noise.add_noise(model, 1.0, jax.random.fold_in(KEY, t)) for t in range(rounds)
@@ -45,7 +45,7 @@ def test_the_recursion_solves_the_dense_system(bands: int):
     for name in model:
         z = np.stack([tree[name].ravel() for tree in independent])
         expected = np.linalg.solve(matrix(bands, rounds), z)
-        for t in called:
+        for t in called_rounds:
             np.testing.assert_allclose(noise[t][name].ravel(), expected[t], atol=1e-5)
     # Noise of an earlier round is new, not that of a finished one.
     repeated, _ = advance(history, 8)
@@ -84,10 +84,10 @@ def test_no_pattern_of_participations_exceeds_the_sensitivity(bands: int, rounds
     dense, squared_norm = matrix(bands, rounds), np.sum(correlated_noise.coefficients(bands) ** 2)
     largest = np.zeros(rounds + 1)
     for changes in itertools.product((-1, 0, 1), repeat=rounds):
-        taken = np.flatnonzero(changes)
-        if (np.diff(taken) >= bands).all():
+        participations = np.flatnonzero(changes)
+        if (np.diff(participations) >= bands).all():
             squared = np.sum((dense @ changes) ** 2)
-            largest[len(taken)] = max(largest[len(taken)], squared)
+            largest[len(participations)] = max(largest[len(participations)], squared)
     k = np.arange(rounds + 1)
     assert (largest <= k * squared_norm + 1e-9).all()
     possible = k <= -(-rounds // bands)
