@@ -35,6 +35,7 @@ class ClientContext(NamedTuple):
     data: ClientData | Any  # training and validation examples; None in `send`
     t: Any  # round, int32 []
     key: Any  # random key for this client, round and function (send, train, ...)
+    max_steps: Any = None  # int32 []: local steps that fit before the deadline; None: no limit
 
 
 class ClientResult(NamedTuple):

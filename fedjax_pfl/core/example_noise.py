@@ -38,6 +38,7 @@ class Fit(NamedTuple):
     training: Any  # local_training.Training
     data: ClientData
     size: int  # number of parameters
+    max_steps: Any  # that of its `ClientContext`
 
 
 _fits: contextvars.ContextVar[list[Fit] | None] = contextvars.ContextVar("fits", default=None)
@@ -63,7 +64,9 @@ def record_fit(training: Any, params: PyTree, ctx: ClientContext) -> bool:
     fits = _fits.get()
     if fits is None:
         return False
-    fits.append(Fit(training, ctx.data, sum(leaf.size for leaf in jax.tree.leaves(params))))
+    fits.append(
+        Fit(training=training, data=ctx.data, size=trees.size(params), max_steps=ctx.max_steps)
+    )
     return True
 
 

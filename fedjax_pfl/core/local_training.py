@@ -323,7 +323,8 @@ def fit(
     start = _FitCarry(
         params=params, non_params=non_params, moments=moments, loss=zero, examples=zero
     )
-    end = jax.lax.fori_loop(0, steps, step, start)
+    stop = steps if ctx.max_steps is None else jnp.minimum(steps, ctx.max_steps)
+    end = jax.lax.fori_loop(0, stop, step, start)
     metrics = {"loss": end.loss / jnp.maximum(end.examples, 1.0)}
     return end.params, end.non_params, end.moments if training.keep_optimizer else (), metrics
 

@@ -97,8 +97,7 @@ class PhaseInputs:
         config, active = self.configs[0], np.flatnonzero(self.federation.active)
         count = config.evaluate_clients
         if count is None and len(active) > _MAX_EVALUATED:
-            # Half the number of client updates between two evaluations.
-            count = max(1, self.cohort * config.eval_every // 2)
+            count = max(1, self.cohort * config.eval_every // 2)  # half the updates in between
         if count is None or count >= len(active):
             return None
         rng = np.random.default_rng([config.partition_seed, 0xE7A1])
@@ -128,7 +127,8 @@ class PhaseInputs:
         spread over the mesh.
         """
         config = self.configs[0]
-        speeds = stragglers.client_speeds(config.get, self.federation, self.arrays, self.algorithms)
+        make = functools.partial(_algorithm, self, config.conv)
+        speeds = stragglers.client_speeds(config.get, self.federation, self.arrays, make)
         return functools.partial(
             round_functions,
             federation=self.federation,

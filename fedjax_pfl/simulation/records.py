@@ -68,6 +68,7 @@ class Slot(NamedTuple):
     present: jax.Array  # bool: False if no client is sampled into this place
     dropped: jax.Array  # bool: the client downloads and never returns its update
     client: PyTree  # client-side state
+    max_steps: Any = None  # int32: local steps that fit before the deadline; None: no limit
 
 
 class ClientOutcome(NamedTuple):

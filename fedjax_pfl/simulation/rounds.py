@@ -250,6 +250,8 @@ def _run_group(
 
     dropped = present & (jax.vmap(uniform)(ids) < spec.dropout)
     slots = Slot(i=ids, place=batch.places, present=present, dropped=dropped, client=batch.clients)
+    if spec.speeds is not None:
+        slots = slots._replace(max_steps=speeds.steps_that_fit(spec.speeds, shared, ids))
     # Payloads are computed on the devices that store the rows, for many clients at once.
     outcomes = map_clients(
         partial(_train, spec, spec.members[g]),
@@ -276,10 +278,13 @@ def _run_group(
         trees.where(arrived, part, jax.tree.map(jnp.zeros_like, part))
         for part in (outcomes.upload, outcomes.metrics)
     )
+    weights = counts.at[safe_ids].get(mode="fill", fill_value=0.0)
+    if slots.max_steps is not None:
+        uploads = speeds.normalised(uploads, outcomes.payload, weights, slots.max_steps)
     cohort = Cohort(
         ids=safe_ids,
         arrived=arrived,
-        weights=counts.at[safe_ids].get(mode="fill", fill_value=0.0),
+        weights=weights,
         payloads=outcomes.payload,
         uploads=uploads,
         t=shared.t,
@@ -321,7 +326,11 @@ def _train(
     (key, _, data, t), (slot, payload) = shared, slot_and_payload
     i = slot.i
     ctx = ClientContext(
-        i=i, data=client_data(data, slot.place), t=t, key=stage_key(key, TRAIN, t, i)
+        i=i,
+        data=client_data(data, slot.place),
+        t=t,
+        key=stage_key(key, TRAIN, t, i),
+        max_steps=slot.max_steps,
     )
     upload, variables, client, metrics = member.train(payload, slot.client, ctx)
     is_accepted = trees.all_finite((upload, variables, client))

@@ -6,6 +6,12 @@ log-normal: m exp(σ z) with z standard normal, drawn once per client from the s
 
 The server waits for the last client that returns its update. If an update does not come, it waits
 until the deadline or, without one, does not wait for that client.
+
+A late client is missing or, with partial work, stops after the steps that fit before the deadline;
+with none it is missing. Updates of different lengths are averaged as in FedNova (Wang et al.,
+Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization, 2020). With
+weights p_k, steps τ_k and τ_eff = Σ p_k τ_k, the server's model w changes by τ_eff Σ p_k Δ_k / τ_k.
+That is the mean of the uploads w + (τ_eff / τ_k) Δ_k. Statistics of BatchNorm are averaged.
 """
 
 from collections.abc import Sequence
@@ -15,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pfl.core.algorithm import PyTree
 from fedjax_pfl.core.randomness import SPEED, stage_key
 from fedjax_pfl.simulation.records import ClientOutcome, Log, SharedInputs, Slot
 
@@ -28,6 +35,7 @@ class Speeds(NamedTuple):
     bandwidth: Any = np.inf  # bytes per second in each direction, of all clients or float [N]
     deadline: float = np.inf  # seconds from the start of a round; infinite: none
     free_rounds: int = 0  # number of first rounds without a download
+    partial_bytes: tuple[int, int] | None = None  # down and up of a client; None: no partial work
 
 
 class Arrivals(NamedTuple):
@@ -46,6 +54,19 @@ def step_seconds(speeds: Speeds, key: jax.Array, ids: jax.Array) -> jax.Array:
     return speeds.step_seconds * jnp.exp(speeds.spread * draws)
 
 
+def steps_that_fit(speeds: Speeds, shared: SharedInputs, ids: jax.Array) -> jax.Array | None:
+    """Returns the steps before the deadline, at most those of a round, int32 [K].
+
+    Returns None if late clients do no partial work. `ids` are the sampled clients.
+    """
+    if speeds.partial_bytes is None:
+        return None
+    down, up = (jnp.full(ids.shape, count, jnp.float32) for count in speeds.partial_bytes)
+    left = speeds.deadline - _transfer(speeds, shared, ids, down, up)
+    steps = jnp.floor(left / step_seconds(speeds, shared.key, ids))
+    return jnp.clip(steps, 0, _of(speeds.steps, ids)).astype(jnp.int32)
+
+
 def arrivals(
     speeds: Speeds, shared: SharedInputs, slots: Slot, outcomes: ClientOutcome
 ) -> Arrivals:
@@ -57,14 +78,52 @@ def arrivals(
       slots: The sampled clients, leaves [K, ...].
       outcomes: Their results, with the bytes that they transfer.
     """
-    counted = jnp.where(shared.t < speeds.free_rounds, 0.0, _total(outcomes.down, slots.i))
-    transfer = (counted + _total(outcomes.up, slots.i)) / _of(speeds.bandwidth, slots.i)
-    work = _of(speeds.steps, slots.i) * step_seconds(speeds, shared.key, slots.i)
-    seconds = transfer + work
-    late = slots.present & ~slots.dropped & (seconds > speeds.deadline)
-    missing = slots.dropped | late
+    ids, steps = slots.i, _of(speeds.steps, slots.i)
+    down, up = (_total(part, ids) for part in (outcomes.down, outcomes.up))
+    transfer = _transfer(speeds, shared, ids, down, up)
+    seconds = transfer + steps * step_seconds(speeds, shared.key, ids)
+    late = missing = slots.present & ~slots.dropped & (seconds > speeds.deadline)
+    if slots.max_steps is not None:
+        done = slots.max_steps.astype(jnp.float32)
+        work = done * step_seconds(speeds, shared.key, ids)
+        seconds = jnp.minimum(transfer + work, speeds.deadline)
+        late = slots.present & ~slots.dropped & (done < steps)
+        missing = late & (done == 0)
+    missing |= slots.dropped
     wait = jnp.where(missing, speeds.deadline if np.isfinite(speeds.deadline) else 0.0, seconds)
     return Arrivals(late=late, missing=missing, seconds=jnp.where(slots.present, wait, 0.0))
+
+
+def normalised(uploads: PyTree, payloads: PyTree, weights: jax.Array, steps: jax.Array) -> PyTree:
+    """Returns uploads whose mean by `weights` is the update of FedNova.
+
+    If all clients with a weight did equally many steps, these are the uploads themselves.
+
+    Args:
+      uploads: Variables of the clients, leaves [K, ...].
+      payloads: Variables that they downloaded.
+      weights: float32 [K]; 0 for absent clients.
+      steps: int32 [K]: local steps of each client.
+    """
+    counts = jnp.maximum(steps, 1).astype(jnp.float32)
+    share = weights / jnp.maximum(jnp.sum(weights), 1.0)
+    most = jnp.max(jnp.where(weights > 0, counts, 0.0))
+    is_unchanged = (weights == 0) | jnp.all((weights == 0) | (counts == most))
+    factors = jnp.where(is_unchanged, 1.0, jnp.sum(share * counts) / counts)
+
+    def scale(upload: jax.Array, payload: jax.Array) -> jax.Array:
+        factor = factors.reshape(-1, *[1] * (upload.ndim - 1))
+        return jnp.where(factor == 1.0, upload, payload + factor * (upload - payload))
+
+    return {**uploads, "params": jax.tree.map(scale, uploads["params"], payloads["params"])}
+
+
+def _transfer(
+    speeds: Speeds, shared: SharedInputs, ids: jax.Array, down: jax.Array, up: jax.Array
+) -> jax.Array:
+    """Returns the seconds of the transfers of `down` and `up` bytes, all float32 [K]."""
+    counted = jnp.where(shared.t < speeds.free_rounds, 0.0, down)
+    return (counted + up) / _of(speeds.bandwidth, ids)
 
 
 def _of(values: Any, ids: jax.Array) -> jax.Array:

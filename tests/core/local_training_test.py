@@ -45,7 +45,7 @@ def quadratic(params: Any, non_params: Any, batch: Any, key: jax.Array) -> Any:
     return (2 * params["w"] ** 2, non_params), {"w": 4 * params["w"]}
 
 
-def run_rounds(rounds: int, steps: int, **settings: Any) -> list[float]:
+def run_rounds(rounds: int, steps: int, max_steps: Any = None, **settings: Any) -> list[float]:
     """Returns w after every round, starting from w = 2."""
     training = local_training.sgd(batch_size=BATCH, steps=steps, **settings)
     data = client_data(federated(), jnp.asarray(2))
@@ -54,7 +54,7 @@ def run_rounds(rounds: int, steps: int, **settings: Any) -> list[float]:
 
     @jax.jit
     def fit(params: Any, state: Any, t: jax.Array) -> Any:
-        ctx = ClientContext(2, data, t, KEY)
+        ctx = ClientContext(2, data, t, KEY, max_steps)
         return local_training.fit(training, quadratic, params, {}, state, ctx)
 
     ws = []
@@ -64,6 +64,11 @@ def run_rounds(rounds: int, steps: int, **settings: Any) -> list[float]:
         assert training.keep_optimizer or state == ()
         ws.append(float(params["w"]))
     return ws
+
+
+def test_a_training_stops_after_max_steps():
+    assert run_rounds(2, 5, max_steps=2, learning_rate=0.125) == [0.5, 0.125]
+    assert run_rounds(2, 2, max_steps=5, learning_rate=0.125) == [0.5, 0.125]
 
 
 SETTINGS = {"learning_rate": 0.125, "momentum": 0.5, "weight_decay": 0.25, "clip_norm": 4.0}

@@ -1,5 +1,6 @@
 """Tests of the settings of simulated time: traces, local steps, refusals, and runs."""
 
+import chex
 import numpy as np
 import pytest
 
@@ -18,6 +19,9 @@ from tests.settings.configuration_test import built
 
 SPEEDS = {"step_seconds": 2.0, "speed_spread": 1.0, "bandwidth": 100.0}
 TIMED = {**BASE, **SPEEDS, "deadline": 10.0}
+PARTIAL = {"step_seconds": 2.0, "speed_spread": 1.0, "deadline": 4.0, "late": "partial"}
+PRIVACY = {"privacy": "client", "privacy_clip_norm": 1.0, "privacy_noise": 1.0}
+IMPOSSIBLE = "late=partial is not possible here:"
 
 
 @pytest.mark.parametrize("name", ["trace.csv", "trace.npy"])
@@ -63,6 +67,15 @@ def test_a_wrong_trace_is_refused(tmp_path, text, fragment):
         ({"speed_spread": 1.0}, "speed_spread needs step_seconds or speed_trace"),
         ({"step_seconds": 1.0, "speed_trace": "x.csv"}, "speed_trace replaces step_seconds"),
         ({"step_seconds": 0.0}, "step_seconds is 0.0; it must be above 0"),
+        ({"late": "partial"}, "late needs step_seconds or speed_trace"),
+        ({"step_seconds": 1.0, "late": "partial"}, "late=partial needs a deadline"),
+        (PARTIAL | {"late": "never"}, "late is 'never'"),
+        (PARTIAL | {"algorithm": "pfedla"}, "late=partial is for methods whose server makes one"),
+        (PARTIAL | {"algorithm": "ditto"}, f"{IMPOSSIBLE} the method trains more than once"),
+        (PARTIAL | {"algorithm": "fedrep"}, f"{IMPOSSIBLE} the method trains more than once"),
+        (PARTIAL | {"algorithm": "pfedme"}, f"{IMPOSSIBLE} the server's update is no mean"),
+        (PARTIAL | {"robust_rule": "median"}, "late=partial needs the mean of the uploads"),
+        (PARTIAL | PRIVACY, "late=partial scales updates, which privacy does not cover"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, line):
@@ -96,16 +109,36 @@ def test_a_run_without_late_clients_is_the_plain_run():
     assert timed.metrics[-1]["late"] == 0
 
 
-def test_a_resumed_run_and_other_devices_and_stores_give_the_same_seconds(tmp_path):
-    expected = runner.run(TIMED)
+@pytest.mark.parametrize("settings", [TIMED, {**BASE, **PARTIAL, "local_epochs": 3}])
+def test_resumed_runs_and_other_devices_and_stores_give_the_same_seconds(tmp_path, settings):
+    expected = runner.run(settings)
     assert expected.metrics[-1]["late"] > 0
     simulated = [(line["simulated_seconds"], line["late"]) for line in expected.metrics]
     with kill(checkpoints.Store, "save", at_step(3)):
-        runner.run(TIMED, tmp_path / "run")
-    resumed = runner.run(TIMED, tmp_path / "run")
+        runner.run(settings, tmp_path / "run")
+    resumed = runner.run(settings, tmp_path / "run")
     assert resumed.resumed_at
     assert_same_run(resumed, expected, tmp_path / "run")
     changes = ({"devices": 1, "chunk": 2}, {"store": "host"})
-    others = [runner.run({**TIMED, **settings}).metrics for settings in changes]
-    for metrics in (read_metrics(tmp_path / "run"), *others):
+    others = [runner.run({**settings, **change}) for change in changes]
+    for other in others:
+        chex.assert_trees_all_close(other.state.server, expected.state.server, atol=1e-5)
+    for metrics in (read_metrics(tmp_path / "run"), *(other.metrics for other in others)):
         assert [(line["simulated_seconds"], line["late"]) for line in metrics] == simulated
+
+
+def test_partial_work_with_transforms():
+    """A server optimiser, compression and a private head do not change who is late."""
+    plain = {**BASE, **PARTIAL, "local_epochs": 3, "rounds": 2, "dropout": 0.0}
+    others = ({"server_optimizer": "adam"}, {"upload_bits": 8}, {"keep_head": True})
+    lines = [runner.run({**plain, **change}).metrics[-1] for change in ({}, *others)]
+    assert lines[0]["late"] > lines[0]["dropped"]
+    for line in lines[1:]:
+        for name in ("late", "dropped", "simulated_seconds"):
+            assert line[name] == lines[0][name]
+
+
+def test_a_deadline_that_no_client_misses_gives_the_plain_run():
+    """Every client has 12 training examples, so all do equally many steps."""
+    partial = runner.run({**BASE, **PARTIAL, "deadline": 1e6})
+    assert_same_bits(partial.state, runner.run(BASE).state)

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pfl.core.algorithm import Algorithm, ClientResult, State
 from fedjax_pfl.core.randomness import SPEED, stage_key
 from fedjax_pfl.simulation import speeds
 from fedjax_pfl.simulation.rounds import make_rounds
@@ -83,3 +84,66 @@ def test_the_server_waits_for_a_client_that_drops_out_until_the_deadline():
     assert not log.late.any()
     _, log = run(client_speeds._replace(deadline=np.inf), dropout=0.5)
     np.testing.assert_array_equal(log.seconds, np.where(log.dropped, 0, 2))
+
+
+# A step of client i adds row i of DIRECTIONS to the model.
+DIRECTIONS = np.float32([[1, 0], [0, 1], [2, 2], [-1, 3]])
+EXAMPLES = np.array([10, 20, 30, 40])
+W = np.float32([0.5, -0.5])
+
+
+def stepping() -> Algorithm:
+    """Averages models, and one statistic that counts the steps of a client."""
+
+    def train(payload, client, ctx):
+        tau = ctx.max_steps.astype(jnp.float32)
+        w = payload["params"]["w"] + tau * jnp.asarray(DIRECTIONS)[ctx.i]
+        upload = {"params": {"w": w}, "batch_stats": {"s": tau}}
+        return ClientResult(upload, upload, client + tau, {"loss": jnp.ones(())})
+
+    first = {"params": {"w": jnp.asarray(W)}, "batch_stats": {"s": jnp.zeros(())}}
+    return Algorithm(
+        init=lambda key, start=None: State(first, (), jnp.zeros(N)),
+        send=lambda state, ctx: state.server,
+        train=train,
+        receive=lambda state, cohort: (cohort.mean(cohort.uploads, state.server), state.rows),
+        personalize=lambda state, client, ctx: state.server,
+        predict=lambda variables, x: x,
+    )
+
+
+def run_partial(client_speeds, chunk=1):
+    """Runs a round of all clients. Returns the state and the log."""
+    federation = federation_of(N)._replace(counts=EXAMPLES)
+    settings = {"cohort": N, "max_rounds": 1, "chunk": chunk}
+    rounds = make_rounds(stepping(), federation, client_speeds=client_speeds, **settings)
+    state, (log,) = rounds.run(KEY, rounds.init(KEY), no_data(N), scalar(0), scalar(1))
+    return jax.device_get((state, log))
+
+
+def test_partial_work_and_the_mean_of_fednova_by_hand():
+    """Transfers of 24 bytes take 6, 6, 24 and 12 seconds, so 4, 4, -14 and -2 seconds are left."""
+    client_speeds = Speeds(STEPS, SECONDS, bandwidth=BANDWIDTH, deadline=10.0)
+    client_speeds = client_speeds._replace(partial_bytes=(12, 12))
+    state, log = run_partial(client_speeds)
+    np.testing.assert_array_equal(log.late[0], [False, True, True, True])
+    np.testing.assert_array_equal(log.dropped[0], [False, False, True, True])
+    np.testing.assert_array_equal(log.seconds[0], [9, 10, 10, 10])
+    np.testing.assert_array_equal(state.clients, [3, 2, 0, 0])
+    tau, p = np.array([3, 2]), np.array([10, 20]) / 30
+    changes = tau[:, None] * DIRECTIONS[:2]
+    expected = W + np.sum(p * tau) * np.sum(p[:, None] * changes / tau[:, None], 0)
+    np.testing.assert_allclose(state.server["params"]["w"], expected, rtol=1e-6)
+    np.testing.assert_allclose(state.server["batch_stats"]["s"], np.sum(p * tau), rtol=1e-6)
+    chex.assert_trees_all_equal((state, log), run_partial(client_speeds, chunk=3))
+
+
+def test_equal_steps_give_fedavg_bit_for_bit():
+    equal = Speeds(np.full(N, 3), step_seconds=1.0, deadline=3.0, partial_bytes=(12, 12))
+    state, log = run_partial(equal)
+    assert not log.late.any()
+    uploads = {"params": {"w": W + 3 * DIRECTIONS}, "batch_stats": {"s": np.full(N, 3.0)}}
+    kept = speeds.normalised(uploads, uploads, jnp.float32(EXAMPLES), jnp.full(N, 3))
+    chex.assert_trees_all_equal(kept, uploads)
+    mean = np.average(W + 3 * DIRECTIONS, 0, EXAMPLES)
+    np.testing.assert_allclose(state.server["params"]["w"], mean, rtol=1e-6)

@@ -225,7 +225,7 @@ def unsupported_reason(algorithm: Algorithm, data: FederatedData) -> str:
         return "the server keeps a row for each client"
     if _send_depends_on_client(algorithm, shapes):
         return "the download differs between clients"
-    if not _is_affine(algorithm, shapes):
+    if not is_affine(algorithm, shapes):
         return "the server uses uploads other than through their mean"
     return ""
 
@@ -244,7 +244,7 @@ def _send_depends_on_client(algorithm: Algorithm, shapes: RoundShapes) -> bool:
     return any(is_used[:2])
 
 
-def _is_affine(algorithm: Algorithm, shapes: RoundShapes) -> bool:
+def is_affine(algorithm: Algorithm, shapes: RoundShapes) -> bool:
     """Returns True if the new server state is an affine function of the uploads.
 
     The weights are equal, so it depends on the sum of the uploads alone.
