@@ -190,7 +190,10 @@ def diagnostic_values(row: Row) -> dict[str, float]:
 
 
 def curve(row: Row) -> Curve:
-    """Returns scores before local training and bytes at the rounds evaluated under all seeds."""
+    """Returns scores before local training, bytes and simulated seconds, by round of evaluation.
+
+    The rounds are those evaluated under all seeds.
+    """
     by_round = [{line["round"]: line for line in run.metrics} for run in row.runs]
     rounds = sorted(set.intersection(*(set(lines) for lines in by_round)))
     metric = metric_of(row.runs[0].metrics)
@@ -200,12 +203,14 @@ def curve(row: Row) -> Curve:
 
     moved = values(lambda line: number(line.get("bytes_down")) + number(line.get("bytes_up")))
     scores = values(lambda line: mean_score(line, metric, "before"))
+    seconds = values(lambda line: number(line.get("simulated_seconds")))
     return Curve(
         rounds=rounds,
         bytes_moved=moved.mean(0).tolist(),
         score=scores.mean(0).tolist(),
         lowest=scores.min(0).tolist(),
         highest=scores.max(0).tolist(),
+        seconds=[] if np.isnan(seconds).any() else seconds.mean(0).tolist(),
     )
 
 

@@ -1,4 +1,4 @@
-"""Figure of a comparison: curves over rounds and over bytes, with bands over seeds."""
+"""Figure of a comparison: curves over rounds, bytes and seconds, with bands over seeds."""
 
 import itertools
 import textwrap
@@ -12,13 +12,16 @@ from fedjax_pfl.report.numbers import format_score, metric_name, metric_title
 
 
 def draw(rows: Mapping[str, Curve], metric: Metric) -> Picture:
-    """Draws mean scores before local training over rounds and, if any bytes moved, over bytes.
+    """Draws mean scores before local training over rounds, bytes moved and simulated seconds.
 
-    `rows` are the curves of the compared rows by label; one without rounds is left out. A band
-    reaches from the lowest to the highest seed.
+    There is no panel for bytes or seconds if no run has any. `rows` are the curves of the compared
+    rows by label; one without rounds is left out. A band reaches from the lowest to the highest
+    seed.
     """
     rows = {label: curve for label, curve in rows.items() if curve.rounds}
     moved = any(value > 0 for curve in rows.values() for value in curve.bytes_moved)
+    is_timed = any(curve.seconds for curve in rows.values())
+    count = 1 + moved + is_timed
     has_band = any(
         low < high
         for curve in rows.values()
@@ -28,15 +31,18 @@ def draw(rows: Mapping[str, Curve], metric: Metric) -> Picture:
     height = 4.2 + 0.1 * sum(label.count("\n") + 1 for label in wrapped)
     figure = drawing.new_figure(
         f"{metric_title(metric)} before local training",
-        drawing.WIDTH * (1.5 if moved else 1),
+        drawing.WIDTH * (1 + count) / 2,
         height,
     )
-    panels = figure.subplots(1, 2 if moved else 1, sharey=True, squeeze=False)[0]
+    panels = figure.subplots(1, count, sharey=True, squeeze=False)[0]
     looks = (drawing.COLOURS, drawing.MARKERS, drawing.DASHES)
     styles = zip(*map(itertools.cycle, looks), strict=True)
     for label, curve, (colour, marker, dash) in zip(wrapped, rows.values(), styles, strict=False):
         crowded = len(curve.rounds) > MAX_MARKERS
-        for axes, x in zip(panels, (curve.rounds, curve.bytes_moved), strict=False):
+        values = [curve.rounds, *[curve.bytes_moved] * moved, *[curve.seconds] * is_timed]
+        for axes, x in zip(panels, values, strict=True):
+            if not x:  # a run without simulated time
+                continue
             axes.plot(
                 x,
                 curve.score,
@@ -62,10 +68,12 @@ def draw(rows: Mapping[str, Curve], metric: Metric) -> Picture:
     if moved:
         drawing.bytes_axis(panels[1])
         panels[1].set_xlabel("bytes moved, down and up, all clients")
+    if is_timed:
+        panels[-1].set_xlabel("simulated seconds")
     figure.legend(
         *panels[0].get_legend_handles_labels(),
         loc="outside lower left",
-        ncols=2 if moved else 1,
+        ncols=min(count, 2),
         frameon=False,
         fontsize=9,
         labelcolor=drawing.INK,

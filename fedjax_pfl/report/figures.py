@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from fedjax_pfl.core.metrics import Metric
 from fedjax_pfl.report import client_figures, drawing
@@ -39,6 +40,7 @@ class Curve(NamedTuple):
     score: Sequence[float]  # mean over clients and seeds
     lowest: Sequence[float]  # score of the seed where it is lowest, at each evaluation
     highest: Sequence[float]  # score of the seed where it is highest
+    seconds: Sequence[float] = ()  # simulated, since round 0, mean over seeds; empty: none
 
 
 def draw(
@@ -56,6 +58,7 @@ def draw(
     pictures = {
         "score_rounds": _over_rounds(metrics, metric, reference_curves),
         "score_bytes": _over_bytes(metrics, metric, reference_curves),
+        "score_seconds": _over_seconds(metrics, metric, reference_curves),
         "train_loss": _train_loss(metrics),
         "clients": client_figures.draw(clients, metric),
         "traffic": _traffic(traffic),
@@ -120,17 +123,51 @@ def _over_bytes(
     moved = [number(r.get("bytes_down")) + number(r.get("bytes_up")) for r in metrics]
     if not any(total > 0 for total in moved):
         return None
-    figure, axes = drawing.new_axes(f"{metric_title(metric)} over bytes moved")
-    for stage in _stages(metrics):
-        _line(axes, moved, _series(metrics, stage, f"{metric.name}_mean"), stage, f"{stage}: mean")
-    _references(axes, {name: (c.bytes_moved, c.score) for name, c in reference_curves.items()})
+    references = {name: (c.bytes_moved, c.score) for name, c in reference_curves.items()}
+    figure, axes = _mean_over(moved, "bytes moved", metrics, metric, references)
     drawing.bytes_axis(axes)
     axes.set_xlabel("bytes moved, down and up, all clients")
-    drawing.score_axis(axes, metric)
-    drawing.legend(axes)
     caption = f"Mean {metric_name(metric)} over clients against the total bytes moved."
     alt = f"{metric_title(metric)} over bytes moved. {_ends(metrics, metric)}"
     return Picture(figure, caption, f"{alt} {format_bytes(moved[-1])} were moved.")
+
+
+def _over_seconds(
+    metrics: Sequence[Record], metric: Metric, reference_curves: Mapping[str, Curve]
+) -> Picture | None:
+    """Draws mean scores over simulated seconds, or returns None if no time was simulated.
+
+    Arguments as for `_over_rounds`; reference runs without simulated time are left out.
+    """
+    seconds = [number(record.get("simulated_seconds")) for record in metrics]
+    if any(map(math.isnan, seconds)):
+        return None
+    references = {name: (c.seconds, c.score) for name, c in reference_curves.items() if c.seconds}
+    figure, axes = _mean_over(seconds, "simulated seconds", metrics, metric, references)
+    axes.set_xlabel("simulated seconds")
+    caption = f"Mean {metric_name(metric)} over clients against the simulated seconds."
+    alt = f"{metric_title(metric)} over simulated seconds. {_ends(metrics, metric)}"
+    return Picture(figure, caption, f"{alt} The run lasts {seconds[-1]:,.4g} simulated seconds.")
+
+
+def _mean_over(
+    x: Sequence[float],
+    x_name: str,
+    metrics: Sequence[Record],
+    metric: Metric,
+    references: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+) -> tuple[Figure, Axes]:
+    """Draws mean scores before and after local training over x, one value per evaluation.
+
+    `references` has (x, score) of reference runs by label.
+    """
+    figure, axes = drawing.new_axes(f"{metric_title(metric)} over {x_name}")
+    for stage in _stages(metrics):
+        _line(axes, x, _series(metrics, stage, f"{metric.name}_mean"), stage, f"{stage}: mean")
+    _references(axes, references)
+    drawing.score_axis(axes, metric)
+    drawing.legend(axes)
+    return figure, axes
 
 
 def _train_loss(metrics: Sequence[Record]) -> Picture | None:

@@ -46,6 +46,7 @@ from fedjax_pfl.report.numbers import (
 from fedjax_pfl.report.run_reader import Record, Run, default_settings, read_deviation
 
 _MAX_CLIENTS = 50  # in a table
+_RESULT_FIGURES = ("score_rounds", "score_bytes", "score_seconds", "train_loss")
 _COLUMNS = {"mean": "mean", "weighted": "weighted", "std": "std", "worst10": "worst 10 %"}
 
 
@@ -188,7 +189,7 @@ def _page(run: Run, pictures: Mapping[str, Picture], reference_runs: Mapping[str
     body = f"""{answer_section}
 {_warnings(run)}
 {_headline(metrics, read_deviation(run.directory))}
-{section("Results", _results(metrics), ("score_rounds", "score_bytes", "train_loss"))}
+{section("Results", _results(metrics), _RESULT_FIGURES)}
 {section("Clients", _clients(run), ("clients", "partition"))}
 {section("Classes", _paragraph(class_figures.sentence(run.confusion, class_names)), ("confusion",))}
 {section("Traffic", "", ("traffic",))}

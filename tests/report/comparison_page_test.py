@@ -137,6 +137,8 @@ def test_curves_have_a_band_over_seeds_and_a_reproducible_pdf(pair):
     assert (band.y0, band.y1) == (curves["FedAvg"].lowest[0], curves["FedAvg"].highest[1])
     assert pictures[0].caption.endswith("Bands reach from the lowest to the highest seed.")
     single = {"a": curves["FedAvg"]._replace(lowest=[0.3, 0.6], highest=[0.3, 0.6])}
+    timed = {"timed": next(iter(curves.values()))._replace(seconds=[1.0, 2.0]), **curves}
+    assert len(comparison_curves.draw(timed, metric).figure.axes) == 3
     single["no common round"] = figures.Curve([], [], [], [], [])
     assert "Bands" not in comparison_curves.draw(single, metric).caption
 

@@ -166,6 +166,7 @@ def test_curve_has_means_and_extremes_over_seeds_at_common_rounds(tmp_path):
     assert curve.lowest == pytest.approx([0.2, 0.4])
     assert curve.highest == pytest.approx([0.4, 0.8])
     assert curve.bytes_moved == [12_500_000, 25_000_000]
+    assert curve.seconds == []
 
 
 # Paired tests.

@@ -196,6 +196,14 @@ def test_extra_figures_are_saved_and_embedded(tmp_path):
     assert page.count("<figure>") == len(FIGURES) + 2
 
 
+def test_simulated_time_is_in_the_page_and_the_table(tmp_path):
+    metrics = [evaluation(t, simulated_seconds=2.5 * t, late=t) for t in (1, 2)]
+    page = page_of(tmp_path, metrics)
+    assert names(tmp_path) == FIGURES | {"score_seconds"}
+    assert "The run lasts 5 simulated seconds." in page
+    assert "rounds   5.0 s simulated, 2 updates late" in report.table(metrics)
+
+
 def test_a_run_without_local_evaluation_and_traffic(tmp_path):
     metrics = [
         evaluation(t, after=None, bytes_down=0, bytes_up=0, evaluate_seconds=None) for t in (1, 2)
