@@ -1,10 +1,12 @@
 """Studies of many methods that belong to no paper.
 
 python -m experiments.studies methods leakage
+python -m experiments.studies methods epsilon --seeds=3
 
 leakage  accuracy and what a curious server learns from uploads of runs of 30 rounds; four methods
          also with privacy. Reconstructed images: PSNR in dB in the first round and after the last.
          Membership: AUC.
+epsilon  accuracy at epsilon 1, 2, 4, 8 and without privacy, next to training alone; digits, mnist
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +15,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments.papers import study
+from experiments.papers.methods.epsilon import epsilon
 from experiments.papers.study import COLOURS, DATASET, ROUNDS, mean_std, runs
 from experiments.papers.table import accuracy
 from fedjax_pfl.audit.report import infer_membership, invert
@@ -114,4 +117,4 @@ def _scatter(numbers: Mapping[str, Any]) -> Figure:
 
 
 LENGTHS = {"": study.Length(30, 300)}
-STUDIES: dict[str, study.Study] = {"leakage": leakage}
+STUDIES: dict[str, study.Study] = {"leakage": leakage, "epsilon": epsilon}
