@@ -33,6 +33,7 @@ SCRIPTS = (
     "benchmark",
     "agree",
     "correlated_noise",
+    "attackers",
 )
 
 
