@@ -51,6 +51,10 @@ from fedjax_pfl.transforms.wrapping import (
 
 _QUANTILE_SHARE = 0.1  # of the squared inverse noise multiplier
 _QUANTILE_RATE = 0.2  # the paper's learning rate of log C
+# Compression and attacks may enlarge an update afterwards. It must stay below the norm at which the
+# simulation rejects it: a round without any update has no noise, which would show the rejection.
+_LARGEST_NORM = 1e9
+_NOISE = (1 << 30) + 2  # folded into the key, which the method also gets
 
 
 class Server(NamedTuple):
@@ -108,7 +112,8 @@ def client_privacy(
             raise UsageError(f"client-level privacy is not possible here: {reason}")
 
         def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
-            return clip_and_noise.accepted(payload, client, algorithm.train(payload, client, ctx))
+            result = algorithm.train(payload, client, ctx)
+            return clip_and_noise.accepted(payload, client, result, _LARGEST_NORM)
 
         def receive_noised(
             state: State, cohort: Cohort, norm: Any, noise: PyTree | None = None
@@ -124,7 +129,7 @@ def client_privacy(
             if noise_multiplier:
                 deviation = noise_multiplier * norm / (clients_per_round * math.sqrt(delta_share))
                 if noise is None:
-                    delta_key, _ = jax.random.split(cohort.key)
+                    delta_key, _ = jax.random.split(_noise_key(cohort))
                     change = clip_and_noise.add_noise(change, deviation, delta_key)
                 else:
                     change = jax.tree.map(
@@ -143,7 +148,7 @@ def client_privacy(
             assert quantile is not None
             (server, rows), is_below = receive_noised(state, cohort, record.clip_norm)
             noise = noise_multiplier / (2 * math.sqrt(_QUANTILE_SHARE))
-            _, share_key = jax.random.split(cohort.key)
+            _, share_key = jax.random.split(_noise_key(cohort))
             count = jnp.sum(is_below.astype(jnp.float32)) + noise * jax.random.normal(share_key)
             step = _QUANTILE_RATE * (count / clients_per_round - quantile)
             return Server(server, record.clip_norm * jnp.exp(-step)), rows
@@ -151,7 +156,9 @@ def client_privacy(
         def receive_correlated(
             record: CorrelatedServer, state: State, cohort: Cohort
         ) -> tuple[CorrelatedServer, PyTree]:
-            noise, history = correlated_noise.advance(record.history, cohort.t, cohort.key, bands)
+            noise, history = correlated_noise.advance(
+                record.history, cohort.t, _noise_key(cohort), bands
+            )
             (server, rows), _ = receive_noised(state, cohort, clip_norm, noise)
             return CorrelatedServer(server, history), rows
 
@@ -177,6 +184,10 @@ def client_privacy(
         )
 
     return transform
+
+
+def _noise_key(cohort: Cohort) -> jax.Array:
+    return jax.random.fold_in(cohort.key, _NOISE)
 
 
 def _mean_change(

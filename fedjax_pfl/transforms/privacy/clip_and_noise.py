@@ -1,5 +1,6 @@
 """Clipping and noise of uploads, for the levels of privacy that `settings.py` here registers."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,15 +48,18 @@ def add_change(old: PyTree, change: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(add, old, change)
 
 
-def accepted(payload: PyTree, old_client: PyTree, result: ClientResult) -> ClientResult:
+def accepted(
+    payload: PyTree, old_client: PyTree, result: ClientResult, largest_norm: float = math.inf
+) -> ClientResult:
     """Returns a result that the simulation accepts: one that is not finite has no effect instead.
 
     A rejected update would show that the client's data made training diverge. The client then
-    uploads its download unchanged and keeps its state.
+    uploads its download unchanged and keeps its state. The same holds if the change of the upload
+    has a larger norm than `largest_norm`.
     """
-    norm = trees.squared_norm(trees.change(payload, result.upload))
+    squared_norm = trees.squared_norm(trees.change(payload, result.upload))
     is_finite = trees.all_finite((result.upload, result.variables, result.client))
-    is_finite &= jnp.isfinite(norm)
+    is_finite &= jnp.isfinite(squared_norm) & (squared_norm <= largest_norm**2)
     unchanged = trees.matching_download(payload, result.upload)
     return result._replace(
         upload=trees.where(is_finite, result.upload, unchanged),

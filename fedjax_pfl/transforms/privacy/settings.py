@@ -11,6 +11,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.example_noise import ExampleNoise
 from fedjax_pfl.core.local_training import Training
 from fedjax_pfl.core.setting import Limits, Setting, UsedWith
+from fedjax_pfl.transforms.attacks import ON_COHORT
 from fedjax_pfl.transforms.privacy import accounting
 from fedjax_pfl.transforms.privacy.accounting import Sampling
 from fedjax_pfl.transforms.privacy.client_level import client_privacy
@@ -60,6 +61,11 @@ def guarantee(value_of: Callable[[str], Any], federation: Federation) -> Guarant
     if level == "client" and (value_of("robust_rule") != "mean" or value_of("robust_mixing")):
         raise UsageError(
             "privacy=client needs the mean of the uploads; leave robust_rule and robust_mixing out"
+        )
+    if level == "client" and value_of("attack") in ON_COHORT:
+        raise UsageError(
+            f"attack={value_of('attack')} copies a client's unclipped update into several uploads, "
+            "which privacy=client does not cover; choose another attack"
         )
     sampling = _sampling(value_of, federation)
     _check_bands(sampling)

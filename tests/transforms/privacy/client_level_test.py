@@ -15,6 +15,7 @@ from fedjax_pfl.core.algorithm import Algorithm, ClientContext, ClientResult, St
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.simulation.rounds import make_rounds
+from fedjax_pfl.transforms.privacy import clip_and_noise
 from fedjax_pfl.transforms.privacy.client_level import client_privacy, unsupported_reason
 from tests import cases, rules, tiny
 from tests.transforms.server_optimizer_test import toy
@@ -70,6 +71,9 @@ def test_noise_has_the_stated_variance_and_follows_the_round():
     assert low < ratio < high
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.03
     np.testing.assert_array_equal(first, noise(KEY))
+    for key in (KEY, *jax.random.split(KEY)):  # draws of a method from its key
+        own = clip_and_noise.add_noise(jnp.zeros(SIZE), 1.0, key)
+        assert abs(np.corrcoef(first, own)[0, 1]) < 0.03
 
 
 def test_the_server_sees_equal_uploads_and_no_facts_about_clients():
@@ -138,9 +142,10 @@ def test_without_clipping_and_noise_the_run_is_the_plain_one_bit_for_bit(name: s
     chex.assert_trees_all_close(loose, plain, atol=1e-4)  # another order of operations
 
 
-def test_an_update_that_is_not_finite_has_no_effect_and_is_not_rejected():
+@pytest.mark.parametrize("value", [jnp.nan, 1e10])
+def test_an_update_that_is_too_large_has_no_effect_and_is_not_rejected(value: float):
     def train(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
-        bad = jax.tree.map(lambda leaf: jnp.where(ctx.i == 0, jnp.nan, leaf + 1), payload)
+        bad = jax.tree.map(lambda leaf: jnp.where(ctx.i == 0, value, leaf + 1), payload)
         return ClientResult(bad, bad, bad, {"loss": jnp.zeros(())})
 
     plain = vector(2)._replace(
