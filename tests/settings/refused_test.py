@@ -154,6 +154,7 @@ def test_invalid_settings_are_refused(changes, fragments):
         ({**BANDS, "sampling": "random"}, ["privacy_bands is 3", "set sampling=cyclic"]),
         ({**BANDS, "privacy_bands": 4}, ["1 of 3 clients in turn", "choose at most 3"]),
         ({**BANDS, "privacy_quantile": 0.5}, ["privacy_quantile changes the norm", "leave one"]),
+        ({**BANDS, "attack": "min_max"}, ["attack=min_max copies", "choose another attack"]),
         (
             {"learning_rate_schedule": "exponential_decay", "schedule_end": 0.0},
             ["schedule_end is 0", "never reaches"],
