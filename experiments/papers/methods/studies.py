@@ -97,22 +97,15 @@ def _scatter(numbers: Mapping[str, Any]) -> Figure:
     figure = Figure(figsize=(6, 4), layout="constrained")
     axis = figure.subplots()
     attacked = [(name, row) for name, row in numbers.items() if row["PSNR last"]]
-    attacked.sort(key=lambda item: item[1]["accuracy"]["mean"])
-    for k, (name, row) in enumerate(attacked):
+    methods = [name for name, _ in attacked if "," not in name]
+    markers = dict(zip(methods, "os^vDPX*<>hpd", strict=False))
+    for name, row in attacked:
         place = row["PSNR last"]["mean"], row["accuracy"]["mean"]
         method, _, noise = name.partition(",")
-        axis.plot(*place, "o", color=COLOURS[bool(noise)])
-        side, offset = (("left", 6), ("right", -6))[k % 2]  # neighbours on different sides
-        axis.annotate(
-            table_label(method) + noise.replace(" epsilon", ", ε ="),
-            place,
-            xytext=(offset, -3),
-            textcoords="offset points",
-            ha=side,
-            fontsize=8,
-        )
+        label = table_label(method) + noise.replace(" epsilon", ", ε =")
+        axis.plot(*place, markers[method], color=COLOURS[bool(noise)], label=label)
     axis.set(xlabel="PSNR of reconstructed images, last round (dB)", ylabel="accuracy (%)")
-    axis.margins(0.15)
+    figure.legend(frameon=False, fontsize=8, loc="outside right upper")
     return figure
 
 
