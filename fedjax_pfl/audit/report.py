@@ -1,7 +1,7 @@
 """The audit of a run: both attacks on its uploads, their numbers, tables and picture."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,8 +24,8 @@ from fedjax_pfl.report import drawing, text_tables
 from fedjax_pfl.runs.client_functions import map_clients
 from fedjax_pfl.runs.phase import Phase, make_network
 from fedjax_pfl.runs.result import Result
+from fedjax_pfl.transforms import PLAIN_UPLOADS, fixed_noise
 from fedjax_pfl.transforms.compression import Client as CompressionClient
-from fedjax_pfl.transforms.privacy.settings import guarantee
 
 FPR = 0.01
 SMALLEST_IMAGE = 2  # pixels on a side
@@ -319,17 +319,16 @@ def _short_training(phase: Phase, examples: int, steps: int) -> Phase:
     Noise keeps its standard deviation, which may be computed from ε and the run's own steps.
     """
     changes: dict[str, Any] = {"local_steps": steps, "local_epochs": None, "batch_size": examples}
-    if requested := guarantee(phase.config.get, phase.federation):
-        changes |= {"privacy_noise": requested.noise_multiplier, "privacy_epsilon": None}
+    changes |= fixed_noise(phase.config.get, phase.federation)
     return _replace_settings(phase, changes)
 
 
 def _without_noise(phase: Phase) -> Phase:
     """Returns a phase whose clients upload without noise and compression."""
-    return _replace_settings(phase, {"privacy": "none", "upload_bits": None, "upload_top_k": None})
+    return _replace_settings(phase, PLAIN_UPLOADS)
 
 
-def _replace_settings(phase: Phase, changes: dict[str, Any]) -> Phase:
+def _replace_settings(phase: Phase, changes: Mapping[str, Any]) -> Phase:
     """Returns a phase with other values of some settings."""
     config = ConfigDict(phase.config, type_safe=False)
     config.update(changes)

@@ -18,7 +18,13 @@ from fedjax_pfl.transforms.attacks import (
 )
 from fedjax_pfl.transforms.compression import COMPRESSION, compression
 from fedjax_pfl.transforms.poisoning import poison, triggered
-from fedjax_pfl.transforms.privacy import PRIVACY, client_privacy, example_privacy, local_privacy
+from fedjax_pfl.transforms.privacy import (
+    PRIVACY,
+    client_privacy,
+    example_privacy,
+    fixed_noise,
+    local_privacy,
+)
 from fedjax_pfl.transforms.private_layers import KEEP_HEAD, private_layers
 from fedjax_pfl.transforms.robust import ROBUST, robust
 from fedjax_pfl.transforms.server_optimizer import (
@@ -47,7 +53,11 @@ SETTINGS: dict[str, Setting] = {
     name: setting for selectable in REGISTRY for name, setting in selectable.settings.items()
 }
 
+# Values of settings with which uploads have neither noise nor compression.
+PLAIN_UPLOADS = {"privacy": "none", "upload_bits": None, "upload_top_k": None}
+
 __all__ = [
+    "PLAIN_UPLOADS",
     "REGISTRY",
     "SERVER_OPTIMIZERS",
     "SETTINGS",
@@ -62,6 +72,7 @@ __all__ = [
     "client_privacy",
     "compression",
     "example_privacy",
+    "fixed_noise",
     "local_privacy",
     "poison",
     "private_layers",

@@ -88,6 +88,17 @@ def guarantee(value_of: Callable[[str], Any], federation: Federation) -> Guarant
     )
 
 
+def fixed_noise(value_of: Callable[[str], Any], federation: Federation) -> dict[str, Any]:
+    """Returns the settings that keep the noise of a run if its rounds or local steps change.
+
+    `value_of` returns the value of a setting by its name. Returns {} without privacy.
+    """
+    requested = guarantee(value_of, federation)
+    if requested is None:
+        return {}
+    return {"privacy_noise": requested.noise_multiplier, "privacy_epsilon": None}
+
+
 def _sampling(value_of: Callable[[str], Any], federation: Federation) -> Sampling:
     """Returns how often a round uses a client's data or, at the example level, an example.
 
