@@ -54,7 +54,11 @@ SETTINGS: dict[str, Setting] = {
 }
 
 # Values of settings with which uploads have neither noise nor compression.
-PLAIN_UPLOADS = {"privacy": "none", "upload_bits": None, "upload_top_k": None}
+PLAIN_UPLOADS: dict[str, Any] = {
+    name: setting.default_value
+    for selectable in (PRIVACY, COMPRESSION)
+    for name, setting in selectable.settings.items()
+}
 
 __all__ = [
     "PLAIN_UPLOADS",
