@@ -17,6 +17,7 @@ BANDS = {
     "sampling": "cyclic",
     "clients_per_round": 1,
 }
+RANDOM = {**LOCAL, "privacy": "client", "clients_per_round": 1}
 
 
 @pytest.mark.parametrize(
@@ -155,6 +156,8 @@ def test_invalid_settings_are_refused(changes, fragments):
         ({**BANDS, "privacy_bands": 4}, ["1 of 3 clients in turn", "choose at most 3"]),
         ({**BANDS, "privacy_quantile": 0.5}, ["privacy_quantile changes the norm", "leave one"]),
         ({**BANDS, "attack": "min_max"}, ["attack=min_max copies", "choose another attack"]),
+        ({**RANDOM, "algorithm": "fedper"}, ["without state on clients", "set sampling=cyclic"]),
+        ({**RANDOM, "upload_bits": 4}, ["compression keeps its errors", "set sampling=cyclic"]),
         (
             {"learning_rate_schedule": "exponential_decay", "schedule_end": 0.0},
             ["schedule_end is 0", "never reaches"],

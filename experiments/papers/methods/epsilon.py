@@ -62,7 +62,7 @@ PANELS = (
             | {"privacy_delta": 1e-3},
             "mnist": _CLIENTS
             | {"clients": 1000, "classes.examples": 24, "classes.per_client": 4}
-            | {"clients_per_round": 250, "privacy_delta": 1e-4},
+            | {"clients_per_round": 250, "sampling": "cyclic", "privacy_delta": 1e-4},
         },
     ),
     Panel(

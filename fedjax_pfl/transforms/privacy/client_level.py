@@ -80,6 +80,7 @@ def client_privacy(
     noise_multiplier: float = 0.0,
     quantile: float | None = None,
     bands: int = 1,
+    is_amplified: bool = False,
 ) -> Transform:
     """Returns a transform with differential privacy of clients towards all but the server.
 
@@ -96,6 +97,8 @@ def client_privacy(
       bands: Number of consecutive rounds whose noise is correlated. A client must take part at most
         once in them: use `sampling="cyclic"` in `Simulation`, and at most ⌊N / K⌋ bands. The server
         keeps bands - 1 copies of an upload. 1: independent noise.
+      is_amplified: Whether ε counts that clients are sampled at random. Methods with state on
+        clients are then refused: their uploads depend on the rounds in which they took part.
     """
     is_clipped = math.isfinite(clip_norm)
     if not is_clipped and (noise_multiplier or quantile is not None):
@@ -110,6 +113,11 @@ def client_privacy(
     def transform(algorithm: Algorithm) -> Algorithm:
         if reason := unsupported_reason(algorithm, data):
             raise UsageError(f"client-level privacy is not possible here: {reason}")
+        if is_amplified and jax.tree.leaves(round_shapes(algorithm, data).state.clients):
+            raise UsageError(
+                "epsilon with random sampling is proved only for methods without state on clients; "
+                "set sampling=cyclic, or leave clients_per_round out"
+            )
 
         def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
             result = algorithm.train(payload, client, ctx)

@@ -69,6 +69,12 @@ def guarantee(value_of: Callable[[str], Any], federation: Federation) -> Guarant
         )
     sampling = _sampling(value_of, federation)
     _check_bands(sampling)
+    is_compressed = value_of("upload_bits") is not None or value_of("upload_top_k") is not None
+    if level == "client" and is_compressed and _is_amplified(sampling):
+        raise UsageError(
+            "compression keeps its errors on clients, and epsilon with random sampling is proved "
+            "only without such state; set sampling=cyclic, or leave clients_per_round out"
+        )
     active = federation.active
     records = int(np.max(federation.counts[active]) if level == "example" else np.sum(active))
     if delta >= 1 / records:
@@ -122,6 +128,11 @@ def _sampling(value_of: Callable[[str], Any], federation: Federation) -> Samplin
     return Sampling(sampled=min(value_of("batch_size"), fewest), population=fewest, uses=steps)
 
 
+def _is_amplified(sampling: Sampling) -> bool:
+    """Returns True if ε is smaller because clients are sampled at random."""
+    return not sampling.is_cyclic and sampling.sampled < sampling.population
+
+
 def _check_bands(sampling: Sampling) -> None:
     """Raises UsageError if clients may take part more than once in as many rounds as bands."""
     if sampling.bands == 1:
@@ -165,6 +176,7 @@ def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transfor
         noise_multiplier=requested.noise_multiplier,
         quantile=value_of("privacy_quantile"),
         bands=requested.sampling.bands,
+        is_amplified=_is_amplified(requested.sampling),
     )
 
 
