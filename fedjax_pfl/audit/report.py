@@ -32,7 +32,7 @@ SMALLEST_IMAGE = 2  # pixels on a side
 
 
 class Inversion(NamedTuple):
-    """Images of a client and their reconstructions from its upload; images lie in [0, 1]."""
+    """Images of a client and their reconstructions from its upload; images are in [0, 1]."""
 
     client: int
     round: int
@@ -72,7 +72,7 @@ def audit(result: Result, clients: Sequence[int], *, first: bool = False, **sett
     Args:
       result: Result of a run.
       clients: Clients whose membership is inferred; images of the first one are reconstructed.
-      first: Reconstruct images from the first round instead of the one after the last.
+      first: Reconstruct images from the first round instead of the round after the last.
       **settings: Keyword arguments of `invert`.
     """
     check(result, clients)
@@ -115,7 +115,7 @@ def invert(
     Args:
       result: Result of a run.
       client: Client id.
-      first: Attack the first round instead of the one after the last.
+      first: Attack the first round instead of the round after the last.
       examples: Number of images to train on.
       steps: Gradient steps of the client.
       iterations: Optimisation steps of the attacker.
@@ -380,7 +380,7 @@ def _pixel_range(data: FederatedData) -> inversion.Pixels:
 
 
 def _mean_image(data: FederatedData) -> np.ndarray:
-    """Returns the mean of all training examples, as they are stored."""
+    """Returns the mean of all stored training examples."""
     pairs = zip(data.train.rows, data.train.size, strict=True)
     rows = np.concatenate([row[: int(size)] for row, size in pairs])
     return np.asarray(np.mean(np.asarray(data.x)[rows], 0, dtype=np.float32))

@@ -11,6 +11,6 @@ INIT, SAMPLE, DROP, SEND, TRAIN, PERSONAL, RECEIVE, SPEED = range(8)
 def stage_key(key: jax.Array, stage: int, t: Any = 0, i: Any = 0) -> jax.Array:
     """Returns a random key for one use of randomness, in round `t` for client `i`.
 
-    `key` is that of the run's seed; `stage` is the use, such as INIT or TRAIN.
+    `key` is the run's, made from its seed; `stage` is the use, such as INIT or TRAIN.
     """
     return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, stage), t), i)

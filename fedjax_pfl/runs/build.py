@@ -124,7 +124,7 @@ def build(
 
 
 def _statements(phases: Sequence[Phase]) -> tuple[transforms.Statement, ...]:
-    """Returns what the run states about its transforms. They are for runs with one phase."""
+    """Returns the run's statements about its transforms. They are for runs with one phase."""
     first, *others = phases
     stated = transforms.statements(first.config.get, first.federation)
     if stated and others:

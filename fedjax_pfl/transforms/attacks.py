@@ -21,7 +21,7 @@ deviation σ of each number over the honest clients that arrived, all of which t
                     the two most distant honest uploads are apart (Shejwalkar and Houmansadr, 2021)
 
 Deviations: attackers of the last two kinds see honest uploads after compression and noise, and
-`max_update_norm` does not apply to what they send. Baruch et al. estimate μ and σ from the
+`max_update_norm` does not apply to their uploads. Baruch et al. estimate μ and σ from the
 attackers' own examples. Shejwalkar and Houmansadr search γ by halving steps; here a formula gives
 it. Variances of BatchNorm are kept at 0 or above. Masks and counters are as in an honest upload.
 """
@@ -121,7 +121,7 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _own_attack(kind: str, scale: Any, payload: PyTree, upload: PyTree, key: jax.Array) -> PyTree:
-    """Returns what an attacker sends instead of its upload."""
+    """Returns an attacker's upload, made from its honest one."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(upload)
     downloaded = jax.tree.leaves(trees.matching_download(payload, upload))
     key, sent = jax.random.fold_in(key, _KEY), []

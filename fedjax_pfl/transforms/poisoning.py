@@ -81,7 +81,7 @@ def triggered(data: FederatedData, is_attacker: np.ndarray, target: int) -> Fede
 
 
 def _copy_shared(data: FederatedData, is_attacker: np.ndarray) -> FederatedData:
-    """Returns data in which a changed example belongs to one attacker or to the test splits only.
+    """Returns data whose changed examples belong to one attacker or to the test splits only.
 
     Attackers get copies of their training examples that another client or split also uses. The test
     splits get copies of their examples that a client trains or validates with. Copies are the last

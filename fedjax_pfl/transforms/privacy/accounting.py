@@ -5,7 +5,7 @@ the example level, in one example of one client), and the numbers of clients and
 public. With random sampling each round samples K of N clients without replacement, so amplification
 is that of Wang, Balle and Kasiviswanathan, Subsampled Rényi Differential Privacy and Analytical
 Moments Accountant, 2019, Theorem 27. The smaller of this ε and of ε without amplification counts;
-both are valid. Amplification requires that whoever sees the models does not know who takes part.
+both are valid. Amplification requires that observers of the models do not know who takes part.
 Its composition over rounds is proved for clients without state only, so others are refused. Clients
 that take part in turn have no amplification and fewer participations.
 """

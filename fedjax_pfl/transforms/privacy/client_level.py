@@ -98,7 +98,7 @@ def client_privacy(
         once in them: use `sampling="cyclic"` in `Simulation`, and at most ⌊N / K⌋ bands. The server
         keeps bands - 1 copies of an upload. 1: independent noise.
       is_amplified: Whether ε counts that clients are sampled at random. Methods with state on
-        clients are then refused: their uploads depend on the rounds in which they took part.
+        clients are then refused: their uploads depend on their earlier rounds.
     """
     is_clipped = math.isfinite(clip_norm)
     if not is_clipped and (noise_multiplier or quantile is not None):

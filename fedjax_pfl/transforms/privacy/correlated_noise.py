@@ -14,7 +14,7 @@ Guarantee, for clients that take part at most once in any b consecutive rounds (
 al., (Amplified) Banded Matrix Factorization, 2023):
 1. y_t = Σ_{j<b} c_j (x_{t−j} + s w_{t−j}) = Σ_{j<b} c_j x_{t−j} + s z_t: the released values
    determine y_0, ..., y_t and the reverse, so ε of all y is ε of the run.
-2. Given y_0, ..., y_{t−1}, replacing a client changes only the x of its own rounds, by at most 2 C
+2. Given y_0, ..., y_{t−1}, replacing a client changes only the x of its rounds, by at most 2 C
    each. At most one of these is among the last b: y_t moves by at most 2 C c_j, or not at all.
 3. Gaussian mechanisms that adapt to earlier ones compose as one whose squared sensitivity is the
    sum of theirs: k participations give at most (2 C)² k ‖c‖².
@@ -33,7 +33,7 @@ from fedjax_pfl.transforms.privacy import clip_and_noise
 
 
 class NoiseHistory(NamedTuple):
-    """Noise of the last b − 1 rounds, from which that of the next is computed."""
+    """Noise of the last b − 1 rounds, from which the next noise is computed."""
 
     noise: PyTree  # float32, leaves [b - 1, ...]; round t is at index t modulo b - 1
     next_round: jax.Array  # int32: the first round without noise
@@ -75,7 +75,7 @@ def advance(
 ) -> tuple[PyTree, NoiseHistory]:
     """Returns the noise of round `t`, w_t, and the history with it.
 
-    A round in which no update arrives has no call. Its noise is computed afterwards and released
+    A round without updates has no call. Its noise is computed afterwards and released
     nowhere: without it, participations would be closer together.
     """
     length = bands - 1
