@@ -9,6 +9,7 @@ import numpy as np
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.testing import example, rules
 from fedjax_pfl.testing.rules import make_world
+from fedjax_pfl.transforms import Transform, chain
 from tests import cases
 
 TINY = make_world(example.vectors)
@@ -57,5 +58,24 @@ def bytes_match_the_closed_formula(subject: Subject) -> None:
     assert set(up[~log.dropped].tolist()) <= up_bytes
 
 
+def check_transforms(name: str, *transforms: Transform) -> Subject:
+    """Checks rules for one of the library's methods inside transforms, and returns the subject.
+
+    Raises UsageError if a transform refuses the method.
+    """
+
+    def make(federation: Federation, settings: Mapping[str, Any] = cases.NOTHING) -> Algorithm:
+        return chain(cases.make(name, federation, settings), *transforms)
+
+    subject = make_subject(name, cases.CASES[name], make)
+    for rule in _OF_TRANSFORMS:
+        rule(subject)
+    return subject
+
+
+_OF_TRANSFORMS = (
+    *(rules.equals_a_plain_loop, rules.padding_is_invisible, rules.absent_clients_are_untouched),
+    *(rules.empty_slots_may_hold_anything, rules.a_checkpoint_holds_the_whole_state),
+)
 RULES = (*rules.RULES, the_interesting_branch_fires, bytes_match_the_closed_formula)
 BY_NAME = {rule.__name__: rule for rule in RULES}

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.core.algorithm import State
-from fedjax_pfl.transforms import chain
 from fedjax_pfl.transforms.privacy import clip_and_noise, correlated_noise
 from fedjax_pfl.transforms.privacy.client_level import CorrelatedServer, client_privacy
-from tests import cases, rules, tiny
+from tests import rules, tiny
 from tests.transforms.privacy import client_level_test
 
 KEY = jax.random.key(5)
@@ -115,12 +114,4 @@ def test_methods_keep_the_rules(name: str):
         noise_multiplier=0.1,
         bands=3,
     )
-    subject = rules.make_subject(
-        name,
-        cases.CASES[name],
-        lambda federation, settings=cases.NOTHING: chain(
-            cases.make(name, federation, settings), private
-        ),
-    )
-    for rule in client_level_test.RULES:
-        rules.BY_NAME[rule](subject)
+    rules.check_transforms(name, private)
