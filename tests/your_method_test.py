@@ -224,7 +224,9 @@ def assert_fits(value, row, place, n, k):
     for leaf in jax.tree.leaves(value):
         assert isinstance(leaf, jax.core.Tracer) == (row.get("Traced", "yes") == "yes"), place
         assert fits[form](leaf.shape), place
-    if kind in ("int32", "bool", "float32"):
+    if value is None:
+        assert "None" in row["Meaning"], place
+    elif kind in ("int32", "bool", "float32"):
         assert value.dtype == kind, place
     elif kind == "key":
         assert jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key), place
