@@ -75,7 +75,10 @@ def test_a_wrong_trace_is_refused(tmp_path, text, fragment):
         (PARTIAL | {"algorithm": "fedrep"}, f"{IMPOSSIBLE} the method trains more than once"),
         (PARTIAL | {"algorithm": "pfedme"}, f"{IMPOSSIBLE} the server's update is no mean"),
         (PARTIAL | {"robust_rule": "median"}, "late=partial needs the mean of the uploads"),
-        (PARTIAL | PRIVACY, "late=partial scales updates, which privacy does not cover"),
+        (
+            PARTIAL | PRIVACY | {"sampling": "cyclic"},
+            "late=partial scales updates, which privacy does not cover",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, line):
