@@ -8,6 +8,9 @@ from tests.runs import common
 
 CLIENT = {
     **common.BASE,
+    # Random sampling requires that clients keep nothing.
+    "algorithm": "fedavg",
+    "keep_optimizer": False,
     "privacy": "client",
     "privacy_clip_norm": 0.5,
     "privacy_epsilon": 20.0,
@@ -16,6 +19,7 @@ CLIENT = {
 
 BANDS = {
     **CLIENT,
+    "algorithm": "fedper",
     "clients": 6,
     "sampling": "cyclic",
     "privacy_quantile": None,
