@@ -65,7 +65,7 @@ def attacked_data(data: ClientData, count: int) -> ClientData:
     """Returns the data of a client with its first `count` training examples and no other rows.
 
     The rows of `x`, float32, are those examples and then the validation examples. The numbers of
-    examples are NumPy integers, so that loops over them can be differentiated.
+    examples are NumPy integers: loops over them can be differentiated.
     """
     validation_rows = np.asarray(data.validation.rows)
     rows = np.concatenate([np.asarray(data.train.rows)[:count], validation_rows])

@@ -55,7 +55,7 @@ def step_seconds(speeds: Speeds, key: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def steps_that_fit(speeds: Speeds, shared: SharedInputs, ids: jax.Array) -> jax.Array | None:
-    """Returns the steps before the deadline, at most those of a round, int32 [K].
+    """Returns the steps before the deadline, at most a whole round, int32 [K].
 
     Returns None if late clients do no partial work. `ids` are the sampled clients.
     """
@@ -141,7 +141,7 @@ def _total(counts: dict[str, jax.Array], ids: jax.Array) -> jax.Array:
 def elapsed(logs: Sequence[Log], rounds: int, start: float | None) -> float | None:
     """Returns the simulated seconds after the first `rounds` rounds of one call's logs.
 
-    The rounds are added one by one, so the sum does not depend on how calls divide the rounds.
+    Rounds are added in order, so the sum does not depend on how calls divide the rounds.
 
     Args:
       logs: One log per architecture group, arrays [rounds or more, K].

@@ -1,8 +1,8 @@
 """Attacks by a fixed part of the clients, on any method.
 
-`attackers` draws round(share · clients) active clients with a seed. A larger share adds attackers
-to those of a smaller one. Let p be the downloaded value at an upload's path, or 0 if nothing was
-downloaded there, Δ = upload − p, and s `attack_strength`.
+`attackers` draws round(share · clients) active clients with a seed. With a larger share, the
+attackers of a smaller one attack too. Let p be the downloaded value at an upload's path, or 0 if
+nothing was downloaded there, Δ = upload − p, and s `attack_strength`.
 
 On the attackers' training examples, or copies of those that other clients share, see `poison`:
   label_flip        label y becomes C − 1 − y, with C classes
@@ -13,7 +13,7 @@ On an attacker's own upload, before the server checks its norm:
   scaled_update     p + s Δ; s = 10 if unset (Bagdasaryan et al., 2020)
   gaussian          p + s N(0, 1); s = 1 if unset
 On the uploads of all attackers of a round, equal for all of them. With mean μ and standard
-deviation σ of each number over the honest clients that arrived, all of which the attackers see:
+deviation σ of each number over the honest clients that arrived (the attackers see all):
   little_is_enough  μ − s σ; s is the largest z that hides the attack if unset: Φ(z) =
                     (n − a − h) / (n − a) with n clients, a attackers and h = ⌊n/2 + 1⌋ − a, and 0
                     if that is negative (Baruch et al., 2019)

@@ -1,4 +1,4 @@
-"""Tests of gradient inversion: the true image explains the upload, with what the server knows."""
+"""Tests of gradient inversion: with the server's knowledge, the true image explains the upload."""
 
 import chex
 import jax

@@ -33,7 +33,7 @@ def test_other_datasets_are_refused(values):
 
 @pytest.mark.slow("six programs; tuning and privacy have tests of their own")
 def test_accuracy_over_epsilon(values):
-    """The value without privacy is that of the plain run, and the noise is that of all clients."""
+    """The value without privacy equals the plain run; the noise multiplier is for all clients."""
     panel = epsilon.PANELS[0]
     for name, value in {"PANELS": [panel], "EPSILONS": [8.0], "CLIP_NORMS": [1.0]}.items():
         values.setattr(epsilon, name, value)

@@ -1,4 +1,4 @@
-"""Tests of loggers: what they write is read back by independent readers."""
+"""Tests of loggers: independent readers read their files."""
 
 import functools
 import importlib.util

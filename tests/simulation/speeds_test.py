@@ -1,4 +1,4 @@
-"""Tests of simulated time against numbers worked out by hand."""
+"""Tests of simulated time against exact numbers."""
 
 import chex
 import jax
@@ -82,6 +82,8 @@ def test_the_server_waits_for_a_client_that_drops_out_until_the_deadline():
     np.testing.assert_array_equal(log.seconds, np.where(log.dropped, 5, 2))
     assert 0 < log.dropped.sum() < 12
     assert not log.late.any()
+    _, slow_log = run(client_speeds._replace(deadline=1.0), dropout=0.5)
+    np.testing.assert_array_equal(slow_log.late, ~log.dropped)  # who drops out is not late too
     _, log = run(client_speeds._replace(deadline=np.inf), dropout=0.5)
     np.testing.assert_array_equal(log.seconds, np.where(log.dropped, 0, 2))
 

@@ -1,4 +1,4 @@
-"""Tests of attacks against formulas by hand, in the contract, and in runs."""
+"""Tests of attacks against formulas, in the contract, and in runs."""
 
 from itertools import pairwise
 from typing import Any

@@ -49,6 +49,15 @@ def test_settings_select_transforms():
     assert names == [*settings, "server_optimizer", "robust_rule", "attack"]
 
 
+def test_noise_for_a_target_stays_if_the_rounds_change():
+    assert transforms.fixed_noise(value_of(), FEDERATION) == {}
+    settings = {"privacy": "client", "privacy_clip_norm": 1.0, "rounds": 7}
+    fixed = transforms.fixed_noise(value_of(**settings, privacy_epsilon=8.0), FEDERATION)
+    assert fixed["privacy_noise"] > 0
+    changed = value_of(**{**settings, **fixed, "rounds": 1})
+    assert transforms.fixed_noise(changed, FEDERATION) == fixed
+
+
 def test_only_transforms_and_presets_name_their_settings():
     folder = documents.DOCS.parent / "fedjax_pfl"
     names = "|".join(transforms.SETTINGS)

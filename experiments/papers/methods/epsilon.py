@@ -1,8 +1,8 @@
 """Accuracy over epsilon of private runs, with training alone as a horizontal line.
 
-The rule was fixed before the runs. Learning rate and clipping norm of a method are those of `GRID`
-and `CLIP_NORMS` with the best mean validation accuracy after the last round at epsilon `CHOSEN_AT`,
-with seed 0; they hold for every epsilon. Without privacy the learning rate is chosen again, and
+The rule was fixed before the runs. Learning rate and clipping norm of a method are chosen from
+`GRID` and `CLIP_NORMS` by the mean validation accuracy after the last round at epsilon `CHOSEN_AT`,
+with seed 0. They hold for every epsilon. Without privacy the learning rate is chosen again, and
 nothing is clipped. The chosen settings are run with other seeds and scored on test examples.
 The norm 0.25 was added because 0.5, the smallest at first, was chosen.
 """
@@ -80,13 +80,13 @@ PANELS = (
 def epsilon() -> tuple[dict[str, Any], Figure]:
     """Returns accuracy by level of privacy, method and epsilon."""
     if DATASET.value not in PANELS[0].settings:
-        known = ", ".join(PANELS[0].settings)
-        raise UsageError(f"the study epsilon has no settings for {DATASET.value!r}; use {known}")
+        datasets = ", ".join(PANELS[0].settings)
+        raise UsageError(f"the study epsilon has no settings for {DATASET.value!r}; use {datasets}")
     methods = study.select_methods(METHODS)
     numbers: dict[str, Any] = {}
     for panel in PANELS:
         selected = [method for method in panel.methods if method in methods]
-        numbers[panel.level] = {"noise multiplier": _noise(panel), "local": _alone(panel)}
+        numbers[panel.level] = {"noise multiplier": _noise(panel), "local": _local(panel)}
         numbers[panel.level] |= {method: _curve(panel, method) for method in selected}
     return numbers, _draw(numbers)
 
@@ -123,7 +123,7 @@ def _noise(panel: Panel) -> dict[str, float]:
     return multipliers
 
 
-def _alone(panel: Panel) -> dict[str, Any]:
+def _local(panel: Panel) -> dict[str, Any]:
     """Returns the accuracy of training alone, which releases nothing."""
     config = configured(panel, "local")
     point = _choose(panel, config, _points(GRID))
@@ -132,19 +132,19 @@ def _alone(panel: Panel) -> dict[str, Any]:
 
 def _curve(panel: Panel, method: str) -> dict[str, Any]:
     """Returns a method's accuracy at each epsilon and without privacy."""
-    plain = configured(panel, method)
-    plain_point = _choose(panel, plain, _points(GRID))
-    chosen_at = private(plain, panel.level, CHOSEN_AT)
+    config = configured(panel, method)
+    point_without = _choose(panel, config, _points(GRID))
+    chosen_at = private(config, panel.level, CHOSEN_AT)
     point = _choose(panel, chosen_at, _points(GRID, CLIP_NORMS))
     scores = {
-        f"{target:g}": _score(panel, private(plain, panel.level, target), point)
+        f"{target:g}": _score(panel, private(config, panel.level, target), point)
         for target in EPSILONS
     }
-    scores[NO_PRIVACY] = _score(panel, plain, plain_point)
+    scores[NO_PRIVACY] = _score(panel, config, point_without)
     return {
         "accuracy": scores,
         "settings": grids.label(point),
-        "settings without privacy": grids.label(plain_point),
+        "settings without privacy": grids.label(point_without),
     }
 
 
@@ -203,10 +203,10 @@ def _draw(numbers: Mapping[str, Any]) -> Figure:
 
 
 def _draw_panel(axis: Axes, rows: Mapping[str, Any]) -> None:
-    alone = rows["local"]["accuracy"]["any"]
-    axis.axhline(alone["mean"], color="0.3", linestyle="--", label=table_label("local"))
-    if alone["std"] is not None:
-        low, high = alone["mean"] - alone["std"], alone["mean"] + alone["std"]
+    local = rows["local"]["accuracy"]["any"]
+    axis.axhline(local["mean"], color="0.3", linestyle="--", label=table_label("local"))
+    if local["std"] is not None:
+        low, high = local["mean"] - local["std"], local["mean"] + local["std"]
         axis.axhspan(low, high, color="0.3", alpha=0.15, linewidth=0)
     ticks = [*(f"{target:g}" for target in EPSILONS), NO_PRIVACY]
     for method, colour in zip(METHODS, COLOURS, strict=False):
