@@ -13,11 +13,9 @@ The result is the median of the ratios within turns, because single times on a s
 little. The unit is the client step: one gradient step of one client. See docs/speed.md.
 """
 
-import contextlib
 import datetime
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -34,7 +32,7 @@ from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import text_tables
 from fedjax_pfl.settings import configuration
-from fedjax_pfl.simulation.devices import cores, prepare_devices
+from fedjax_pfl.simulation.devices import prepare_devices
 
 COMPILE = "compile"  # the workload that only compiles
 LAYOUTS = {f"layouts-{network}": network for network in layouts.SIZES}  # without rivals
@@ -109,6 +107,10 @@ def measured(
         timed, failures = turns.take(
             lambda: _clocked(workload), timers, work.peak, repeats, time_few
         )
+        peaks = {"library": work.peak_memory()}
+        peaks |= {
+            rival: work.peak_memory(children[rival].pid) for rival in timers.keys() - failures
+        }
     finally:
         for child in children.values():
             child.close()
@@ -135,7 +137,8 @@ def measured(
         "compile_seconds": round(workload.compile_seconds, 2),
         "peak_gflops": [round(turn.peak / 1e9, 1) for turn in timed],
         "who": {
-            library: {**rival_facts.get(library, {}), **entry} for library, entry in entries.items()
+            library: {**rival_facts.get(library, {}), **entry, "peak_bytes": peaks[library]}
+            for library, entry in entries.items()
         },
         "missing": {**missing, **failures},
         **({"step_ratio": [round(ratio, 3) for ratio in step_ratio]} if step_ratio else {}),
@@ -146,25 +149,6 @@ def _clocked(workload: work.Workload) -> float:
     start = time.perf_counter()
     workload.run()
     return time.perf_counter() - start
-
-
-def machine() -> dict[str, Any]:
-    """Returns facts about the machine."""
-    return {
-        "cores": cores(),
-        "kind": _processor(),
-        "backend": jax.default_backend(),
-        "device": jax.devices()[0].device_kind,
-        "devices": len(jax.devices()),
-    }
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def provenance(note: str) -> dict[str, Any]:
@@ -190,7 +174,7 @@ def read_earlier(path: str | None) -> dict[str, Any]:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(f"--add: {path} is no measurement of this command") from None
-    if stored_machine != machine():
+    if stored_machine != work.machine():
         raise UsageError(f"--add: {path} was measured on another machine; give another --out")
     return {
         "items": items,
@@ -241,7 +225,7 @@ def main(argv: Sequence[str]) -> None:
     # Cached programs would make compile times meaningless.
     jax.config.update("jax_enable_compilation_cache", False)
     results: dict[str, Any] = {
-        "machine": machine(),
+        "machine": work.machine(),
         "flops": "by formula: products of convolutions and fully connected layers",
         **{key: {} for key in ("items", "compile_seconds", "compile", "layouts", "profiles")},
         **(read_earlier(flag_values.out) if flag_values.add else {}),

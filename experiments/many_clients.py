@@ -29,7 +29,7 @@ from absl import flags
 
 from experiments.libraries import rivals
 from experiments.libraries.rivals import Child, Gone
-from experiments.libraries.work import Work, parameters
+from experiments.libraries.work import Work, parameters, peak_memory
 from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Federation
@@ -140,7 +140,7 @@ def measure(
     cohort = min(cohort, clients)
     return {
         "clients": clients,
-        "peak": _peak(),
+        "peak": peak_memory(),
         "step": float(np.median(seconds)) / cohort / _STEPS,
         "few_step": float(np.median(few_seconds)) / 10 / _CALL / _STEPS,
         "rounds_between": float(np.median(seconds)) * _CALL,
@@ -166,7 +166,7 @@ def measure_library(
             resource.prlimit(child.pid, resource.RLIMIT_DATA, (int(most * 2**30),) * 2)
         child.wait_until_ready()
         child.go()
-        return {"clients": clients, "peak": _peak(child.pid)}
+        return {"clients": clients, "peak": peak_memory(child.pid)}
     finally:
         child.close()
 
@@ -199,14 +199,6 @@ def measure_libraries(
                 print(f"{key}, {clients} clients: {reason}", flush=True)
             rows.append({**row, "ok": "why" not in row})
             out.write_text(json.dumps(results, indent=2) + "\n")
-
-
-def _peak(process: int | str = "self") -> int:
-    """Returns the peak of the resident bytes of a process."""
-    status = Path(f"/proc/{process}/status")
-    if status.exists():
-        return 1024 * int(status.read_text().split("VmHWM:")[1].split()[0])
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:

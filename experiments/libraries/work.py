@@ -1,7 +1,10 @@
-"""Workloads of the benchmark, as programs of this library, and the peak of the machine."""
+"""Workloads of the benchmark, as programs of this library, and facts about the machine."""
 
+import contextlib
 import math
 import os
+import platform
+import resource
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +22,7 @@ from fedjax_pfl.runs import sweep_settings
 from fedjax_pfl.runs.build import build
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation import execution_plan
+from fedjax_pfl.simulation.devices import cores
 
 SHAPE = (32, 32, 3)
 _SIDE = {"cpu": 2048}  # side of the matrices that measure the peak, by backend
@@ -262,6 +266,33 @@ def _ticks() -> tuple[int, int]:
     """Returns ticks of all cores since the start: idle or waiting for a disk, and in total."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     return ticks[3] + ticks[4], sum(ticks)
+
+
+def peak_memory(process: int | str = "self") -> int:
+    """Returns the peak of the resident bytes of a process."""
+    status = Path(f"/proc/{process}/status")
+    if status.exists():
+        return 1024 * int(status.read_text().split("VmHWM:")[1].split()[0])
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def machine() -> dict[str, Any]:
+    """Returns facts about the machine."""
+    return {
+        "cores": cores(),
+        "kind": _processor(),
+        "backend": jax.default_backend(),
+        "device": jax.devices()[0].device_kind,
+        "devices": len(jax.devices()),
+    }
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 DEFAULTS = {"pfedla": pfedla, "pfedhn": pfedhn, "fedmn": fedmn, "factorized_fl": factorized_fl}

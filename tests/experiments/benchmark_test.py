@@ -182,10 +182,10 @@ def test_read_earlier_measurements(tmp_path):
         "layouts": {"lenet": {"clients": 2, **WITH}},
         "profiles": {"mlp": {"launches": 3, **WITH}},
     }
-    path.write_text(json.dumps({**results, "machine": benchmark.machine()}))
+    path.write_text(json.dumps({**results, "machine": work.machine()}))
     assert benchmark.read_earlier(str(path)) == results
     # Older files have one note and one commit for all items.
-    old = {"items": {"mlp": {"clients": 1}}, "compile_seconds": {}, "machine": benchmark.machine()}
+    old = {"items": {"mlp": {"clients": 1}}, "compile_seconds": {}, "machine": work.machine()}
     path.write_text(json.dumps({**old, **WITH}))
     assert benchmark.read_earlier(str(path))["items"] == results["items"]
     path.write_text(json.dumps({**results, "machine": {"cores": 10**6}}))
@@ -232,7 +232,7 @@ def test_added_results_keep_their_conditions(tmp_path, monkeypatch, capsys):
     """Runs the command with fixed results instead of measurements."""
     path, measured = tmp_path / "out.json", {**item(), "date": "2000-01-01", "repeats": 3}
     old = {
-        "machine": benchmark.machine(),
+        "machine": work.machine(),
         "compile_seconds": {},
         "compile": {},
         "items": {"mlp": {**measured, **WITH, "note": "old"}},
@@ -304,7 +304,7 @@ def test_results_of_a_workload_with_an_unavailable_rival(monkeypatch, capsys, tm
         "compile_seconds": {"pfedla": 3.0},
         "layouts": {"mlp": layouts.measured("mlp", layouts.Size(2, 1, ("patches",)), 1)},
         "note": "busy",
-        "machine": benchmark.machine(),
+        "machine": work.machine(),
     }
     text = benchmark.report(json.loads(json.dumps(record)))
     assert "nothing kept: pfedla 3.0 s." in text
