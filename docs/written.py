@@ -2,7 +2,7 @@
 
 A page holds <!-- begin MARK ARGUMENT ... -->, the generated text, and <!-- end -->. The marks are
 docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., listing KIND,
-tables, speed FILE, libraries FILE, accuracies FILE, memory FILE, agreed FILE,
+tables, speed FILE, rounds FILE RIVAL, libraries FILE, accuracies FILE, memory FILE, agreed FILE,
 leaderboard COLUMN, stress, summary, privacy, released, correlated, cells TABLE COLUMN,... ROW ....
 
 A name that does not exist in the code is an error. A test checks that pages are up to date.
@@ -218,6 +218,27 @@ def _speedups(items: Mapping[str, Any], rival_names: Sequence[str]) -> text_tabl
     return text_tables.Table("", heads, rows)
 
 
+def rounds(name: str, rival: str) -> str:
+    """Returns seconds and peak memory of a round by number of clients, with those of a rival."""
+    record = _load(name)
+    rows = []
+    for item in record["items"].values():
+        own, other = item["who"]["library"], item["who"][rival]
+        low, high = other["range"]
+        rows.append(
+            [
+                f"{item['clients']:,} clients",
+                *(f"{entry['seconds']:.3g}" for entry in (own, other)),
+                f"{other['times_faster']:.2f} x ({low:.2f}-{high:.2f})",
+                *(f"{entry['peak_bytes'] / 2**30:.1f}" for entry in (own, other)),
+            ]
+        )
+    their = rivals.NAMES[rival]
+    heads = ["seconds a round", their, "speedup", "peak memory (GiB)", their]
+    table = text_tables.Table("", heads, rows)
+    return f"{text_tables.markdown([table])}\n\nMeasured on {benchmark.conditions(record)}."
+
+
 def _with_reasons(table: text_tables.Table, note: str, reasons: Sequence[str]) -> str:
     """Returns a table, a note on it and a list of reasons."""
     lines = "\n".join(f"- {reason}." for reason in reasons)
@@ -329,6 +350,7 @@ MARKS: dict[str, Callable[..., str]] = {
     "listing": list_kind,
     "tables": tables,
     "speed": speed,
+    "rounds": rounds,
     "libraries": libraries,
     "accuracies": accuracies,
     "memory": memory,

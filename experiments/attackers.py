@@ -1,14 +1,16 @@
 """Measures honest clients' accuracy with attackers, and the weight that they give to attackers.
 
-python -m experiments.attackers             trains what is missing, and draws the picture
-python -m experiments.attackers --draw      only draws experiments/results/attackers.json again
+python -m experiments.attackers                     trains what is missing, and draws the picture
+python -m experiments.attackers --dataset=mnist     the same for a fifth of MNIST
+python -m experiments.attackers --draw              only draws the existing results again
 
-Each run is FedAvg under a rule, or a personalised method, on ten clients of the embedded digits
-(Dirichlet, alpha 0.5), trained with three seeds as one program. Rules expect the true share of
-attackers.
+Each run is FedAvg under a rule, or a personalised method, on ten clients (Dirichlet, alpha 0.5),
+trained with three seeds as one program. Rules expect the true share of attackers. Results are in
+experiments/results/attackers-DATASET.json.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import numpy as np
 from absl import flags
 
 from fedjax_pfl.cli.command import run_script
+from fedjax_pfl.cli.configs import define_data_dir
 from fedjax_pfl.report.drawing import COLOURS, INK, WIDTH, new_figure, style_axes
 from fedjax_pfl.runs import runner
 from fedjax_pfl.settings import configuration, selection
@@ -24,8 +27,8 @@ RESULTS = Path(__file__).parent / "results"
 ATTACKS = {"label_flip": "flipped labels", "sign_flip": "flipped updates"}
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4)
 MIXING_SHARE = 0.3
+DATASETS: dict[str, dict[str, Any]] = {"digits": {}, "mnist": {"fraction": 0.2}}
 SETTINGS: dict[str, Any] = {
-    "dataset": "digits",
     "partition": "dirichlet",
     "dirichlet.alpha": 0.5,
     "validation_fraction": 0.2,
@@ -68,9 +71,12 @@ def attackers_weight(weights: np.ndarray, is_attacker: np.ndarray) -> float:
     return float(parts.mean()) if len(parts) else 0.0
 
 
-def measure(row: str, attack: str, share: float) -> dict[str, list[float]]:
-    """Returns the last accuracy of honest clients, and the weight of attackers, for each seed."""
-    settings = {**SETTINGS, "attack": attack, "attack_share": share, **ROWS[row]}
+def measure(dataset: Mapping[str, Any], row: str, attack: str, share: float) -> dict[str, Any]:
+    """Returns the last accuracy of honest clients, and the weight of attackers, for each seed.
+
+    `dataset` has the settings of the data.
+    """
+    settings = {**SETTINGS, **dataset, "attack": attack, "attack_share": share, **ROWS[row]}
     if "robust_rule" in settings:
         settings["robust_share"] = share
     config = configuration.complete(selection.nested(settings))
@@ -122,21 +128,24 @@ def draw(record: dict[str, Any]) -> Any:
     return figure
 
 
-flags.DEFINE_bool("draw", False, "Draw existing results and train nothing.")
+DRAW = flags.DEFINE_bool("draw", False, "Draw existing results and train nothing.")
+DATASET = flags.DEFINE_enum("dataset", "digits", list(DATASETS), "Dataset; digits is embedded.")
+DATA_DIR = define_data_dir(flags.FLAGS)
 
 
 def main(argv: Any) -> None:
     """Trains, writes the record after each result, and draws it."""
     del argv
-    path = RESULTS / "attackers.json"
+    path = RESULTS / f"attackers-{DATASET.value}.json"
+    dataset = DATASETS[DATASET.value] | {"dataset": DATASET.value, "data_dir": DATA_DIR.value}
     record = json.loads(path.read_text()) if path.exists() else {}
     runs = [(a, s, row) for a in ATTACKS for s in SHARES for row in ROWS]
-    for attack, share, row in () if flags.FLAGS.draw else runs:
+    for attack, share, row in () if DRAW.value else runs:
         by_share = record.setdefault(row, {}).setdefault(attack, {})
         if str(share) not in by_share and (share or attack == "label_flip"):
-            by_share[str(share)] = measure(row, attack, share)
+            by_share[str(share)] = measure(dataset, row, attack, share)
             path.write_text(json.dumps(record, indent=1) + "\n")
-    draw(record).savefig(RESULTS / "attackers.png", dpi=100)
+    draw(record).savefig(path.with_suffix(".png"), dpi=100)
 
 
 if __name__ == "__main__":
