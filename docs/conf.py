@@ -104,8 +104,6 @@ your_model
 your_method
 from_pfllib
 contract
-privacy
-attackers
 models
 notebooks
 data
@@ -132,6 +130,14 @@ fidelity/*
 
 ```{toctree}
 :hidden:
+:caption: Privacy and robustness
+privacy
+attackers
+robustness
+```
+
+```{toctree}
+:hidden:
 :caption: Results
 tuning
 leaderboard
@@ -151,7 +157,6 @@ glossary
 ```{toctree}
 :hidden:
 :caption: Reference
-robustness
 scaling
 deploy
 speed

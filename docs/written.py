@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from experiments import agree, benchmark, correlated_noise
-from experiments.libraries import layouts, rivals, scored
+from experiments.libraries import layouts, rivals, roofline, scored
 from experiments.papers import agreement
 from experiments.papers.tables import TABLES
 from fedjax_pfl.algorithms import METHODS, Method
@@ -197,24 +197,29 @@ def speed(name: str) -> str:
     record = _load(name)
     rival_names = {key: None for item in record["items"].values() for key in item["who"]}
     del rival_names["library"]
-    parts = [_speedups(record["items"], list(rival_names))] if rival_names else []
+    device = record["machine"]["device"]
+    parts = [_speedups(record["items"], list(rival_names), device)] if rival_names else []
     parts += [layouts.table(part) for part in [record.get("layouts")] if part]
     return f"{text_tables.markdown(parts)}\n\nMeasured on {benchmark.conditions(record)}."
 
 
-def _speedups(items: Mapping[str, Any], rival_names: Sequence[str]) -> text_tables.Table:
+def _speedups(
+    items: Mapping[str, Any], rival_names: Sequence[str], device: str
+) -> text_tables.Table:
     """Returns a table of the workloads with the speedup over each rival."""
     rows = []
-    for item in items.values():
+    for name, item in items.items():
         timing, row = item["who"]["library"], [item["about"]]
         row.append(f"{timing['ms_per_client_step']:.3g}")
         for entry in map(item["who"].get, rival_names):
             low, high = entry["range"] if entry else (0, 0)
             row.append(f"{entry['times_faster']:.2f} x ({low:.2f}-{high:.2f})" if entry else "")
-        share = f"{100 * timing['share_of_peak'][0]:.0f} %"
-        rows.append([*row, f"{item['compile_seconds']:.1f}", share])
+        of_roofline = roofline.share(name, item, device)
+        shares = [timing["share_of_peak"][0], of_roofline]
+        cells = ["" if share is None else f"{100 * share:.0f} %" for share in shares]
+        rows.append([*row, f"{item['compile_seconds']:.1f}", *cells])
     speedups = [rivals.NAMES[name] for name in rival_names]
-    heads = ["ms per client step", *speedups, "compile (s)", "of peak"]
+    heads = ["ms per client step", *speedups, "compile (s)", "of peak", "of roofline"]
     return text_tables.Table("", heads, rows)
 
 

@@ -128,19 +128,16 @@ def draw(record: dict[str, Any]) -> Any:
     return figure
 
 
-DRAW = flags.DEFINE_bool("draw", False, "Draw existing results and train nothing.")
-DATASET = flags.DEFINE_enum("dataset", "digits", list(DATASETS), "Dataset; digits is embedded.")
-DATA_DIR = define_data_dir(flags.FLAGS)
-
-
 def main(argv: Any) -> None:
     """Trains, writes the record after each result, and draws it."""
     del argv
-    path = RESULTS / f"attackers-{DATASET.value}.json"
-    dataset = DATASETS[DATASET.value] | {"dataset": DATASET.value, "data_dir": DATA_DIR.value}
+    options = flags.FLAGS
+    path = RESULTS / f"attackers-{options.dataset}.json"
+    dataset = {"dataset": options.dataset, "data_dir": options.data_dir}
+    dataset |= DATASETS[options.dataset]
     record = json.loads(path.read_text()) if path.exists() else {}
     runs = [(a, s, row) for a in ATTACKS for s in SHARES for row in ROWS]
-    for attack, share, row in () if DRAW.value else runs:
+    for attack, share, row in () if options.draw else runs:
         by_share = record.setdefault(row, {}).setdefault(attack, {})
         if str(share) not in by_share and (share or attack == "label_flip"):
             by_share[str(share)] = measure(dataset, row, attack, share)
@@ -149,4 +146,8 @@ def main(argv: Any) -> None:
 
 
 if __name__ == "__main__":
+    # Here, because other commands have flags of these names.
+    flags.DEFINE_bool("draw", False, "Draw existing results and train nothing.")
+    flags.DEFINE_enum("dataset", "digits", list(DATASETS), "Dataset; digits is embedded.")
+    define_data_dir(flags.FLAGS)
     run_script(main, __doc__)

@@ -26,7 +26,16 @@ from typing import Any
 import jax
 from absl import flags
 
-from experiments.libraries import device_list, kernels, layouts, picture, rivals, turns, work
+from experiments.libraries import (
+    device_list,
+    kernels,
+    layouts,
+    picture,
+    rivals,
+    roofline,
+    turns,
+    work,
+)
 from experiments.libraries.rivals import Child, Gone
 from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.core.errors import UsageError
@@ -86,6 +95,7 @@ def measured(
       few: The same work with few clients, to compare the time of a step with.
     """
     load_before, cores_before = round(os.getloadavg()[0], 1), work.busy_cores()
+    bandwidth = roofline.bandwidth()
     workload = work.compiled(item)
     workload.run()
     reference = work.compiled(few) if few else None
@@ -133,6 +143,7 @@ def measured(
         "batch": item.batch,
         "parameters": workload.parameters,
         "flops_per_client_step": workload.flops,
+        "bytes_per_second": bandwidth,
         "plan": workload.plan,
         "compile_seconds": round(workload.compile_seconds, 2),
         "peak_gflops": [round(turn.peak / 1e9, 1) for turn in timed],

@@ -29,7 +29,7 @@ PyTree = Any
 _SKIPPED = "num_batches_tracked"  # PyTorch's count of batches, which no result depends on
 _NORM = {"scale": "weight", "bias": "bias", "mean": "running_mean", "var": "running_var"}
 _LINEAR = {"kernel": "weight", "bias": "bias"}
-_REMEDY = "choose the network that it was saved from"
+_REMEDY = "choose the network, with its layer sizes, that it was saved from"
 _Shapes = dict[str, tuple[int, ...]]  # of a layer's arrays, by PyTorch's name
 
 
