@@ -59,8 +59,8 @@ def _increment(numbers: jax.Array) -> jax.Array:
 def share(name: str, item: Mapping[str, Any], device: str) -> float | None:
     """Returns the shortest possible time of a measured client step, divided by its time.
 
-    Returns None if neither record nor data sheet has the bandwidth. The peak is that of float32
-    products next to the measurement.
+    Returns None if neither record nor data sheet has the bandwidth. The peak was measured
+    with float32 products at the same time.
     """
     rate = item.get("bytes_per_second", BANDWIDTHS.get(device))
     if rate is None or name not in work.WORKS:
