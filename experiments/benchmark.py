@@ -47,7 +47,7 @@ COMPILE = "compile"  # the workload that only compiles
 LAYOUTS = {f"layouts-{network}": network for network in layouts.SIZES}  # without rivals
 FEW = "lenet-10"
 STEP_COMPARED_WITH_FEW = ("lenet-100", "lenet-1000", "seeds-8")
-PROFILES = {f"profile-{name}": name for name in ("lenet-100", "mlp", "resnet9")}
+PROFILES = {f"profile-{name}": name for name in kernels.PROFILED}
 _RIVALS = {"torch": rivals.TORCH, **rivals.RIVALS}
 _ITEMS = (*work.WORKS, *LAYOUTS, *PROFILES, COMPILE)
 
@@ -62,7 +62,7 @@ def listing() -> str:
     for name, network in LAYOUTS.items():
         lines.append(f"{name:15} {network} with every lowering, chunk and precision")
     for name, profiled in PROFILES.items():
-        lines.append(f"{name:15} device time of {profiled} by kernel")
+        lines.append(f"{name:15} device time of {profiled} by part and kernel")
     lines.append(f"{COMPILE:15} the default configurations of {', '.join(work.DEFAULTS)}, compiled")
     return "\n".join(lines)
 

@@ -132,6 +132,7 @@ class Workload(NamedTuple):
     parameters: int
     flops: float  # of one client step, by formula
     plan: str
+    program: Callable[[], str]  # returns the compiled program as HLO text
 
 
 def configured(work: Work) -> ConfigDict:
@@ -193,6 +194,7 @@ def compiled(work: Work) -> Workload:
         parameters=parameters(network),
         flops=work.batch * flops(network),
         plan=execution_plan.describe(phase.plan, work.cohort, phase.inputs.devices),
+        program=run.as_text,
     )
 
 

@@ -303,13 +303,15 @@ def fit(
     rate = training.rate(ctx.t)
 
     def step(s: jax.Array, carry: _FitCarry) -> _FitCarry:
-        positions, mask = next_batch(s)
-        batch = take(data, split.rows[positions], mask)
+        with jax.named_scope("batch"):  # names for profiles
+            positions, mask = next_batch(s)
+            batch = take(data, split.rows[positions], mask)
         noise = jax.random.fold_in(noise_key, s)
         (loss, non_params), grads = gradient(carry.params, carry.non_params, batch, noise)
-        updates, moments = training.optimizer.update(grads, carry.moments, carry.params)
-        factor = 1.0 if training.step_schedule is None else training.step_schedule(s, steps)
-        params = descend(carry.params, updates, rate * factor)
+        with jax.named_scope("optimizer"):
+            updates, moments = training.optimizer.update(grads, carry.moments, carry.params)
+            factor = 1.0 if training.step_schedule is None else training.step_schedule(s, steps)
+            params = descend(carry.params, updates, rate * factor)
         examples = jnp.sum(mask).astype(jnp.float32)
         return _FitCarry(
             params=params,

@@ -20,6 +20,45 @@ def test_time_is_summed_by_kernel_longest_first():
     assert rows[0] == ["mlp: b", "3e+03", "60.0 %"]
 
 
+_PROGRAM = """\
+%fused (p: f32[4]) -> f32[4] {
+  ROOT %inner.1 = f32[4]{0} dot(f32[4,4] %p, f32[4] %p), lhs_contracting_dims={1}
+}
+
+ENTRY %main.2 (x: f32[4]) -> f32[4] {
+  %gather.3 = f32[4]{0} gather(%x), metadata={op_name="jit(run)/while/body/batch/gather"}
+  %ynn_fusion = f32[4]{0} fusion(%x), kind=kCustom, calls=%fused
+  %dot.4 = f32[4]{0} dot(%x, %x), metadata={op_name="jvp(M)/conv1/dot_general"}
+  %stack.5 = f32[4]{0} concatenate(%x), metadata={op_name="transpose(jvp(M))/conv1/stack"}
+  %max.6 = f32[4]{0} select(%x), metadata={op_name="transpose(jvp(M))/max_pool/select_n"}
+  %relu.7 = f32[4]{0} maximum(%x), metadata={op_name="jvp(M)/jit(relu)/max"}
+  %sub.8 = f32[4]{0} subtract(%x, %x), metadata={op_name="while/body/optimizer/add"}
+  ROOT %copy.9 = f32[4]{0} copy(%x)
+}
+"""
+
+
+def test_time_is_summed_by_part_of_the_work():
+    parts = kernels.parts_of_program(_PROGRAM)
+    assert {name: part.split(":")[0] for name, part in parts.items()} == {
+        "inner.1": "matrix products",
+        "gather.3": "batches",
+        "ynn_fusion": "matrix products",
+        "dot.4": "matrix products",
+        "stack.5": "convolutions without products",
+        "max.6": "pooling",
+        "relu.7": "other layers, loss",
+        "sub.8": "optimiser",
+        "copy.9": "rest",
+    }
+    events = [("dot.4", 1e9), ("copy.9", 4e9), ("ynn_fusion", 1e9), ("unknown", 2e9)]
+    seconds = kernels.by_part(events, parts)
+    assert seconds == {kernels.REST: 6.0, kernels.PRODUCTS: 2.0}
+    profile = {**kernels.summary(events, seconds=10.0), "parts": seconds, "client_steps": 1000}
+    rows = kernels.table({"mlp": profile}).rows
+    assert rows[1] == ["mlp: matrix products", "2e+03", "25.0 %"]
+
+
 def test_only_the_longest_kernels_are_named():
     profile = kernels.summary([(f"k{i}", 1e9 * (i + 1)) for i in range(22)], seconds=1.0)
     assert len(profile["kernels"]) == 20
@@ -34,6 +73,8 @@ def test_a_profile_names_the_products_of_a_network():
     assert any(
         "dot" in kernel["name"] or "fusion" in kernel["name"] for kernel in profile["kernels"]
     )
+    assert {kernels.PRODUCTS, "optimiser", "batches: gather, normalise"} <= profile["parts"].keys()
+    assert sum(profile["parts"].values()) == pytest.approx(profile["device_seconds"])
 
 
 def test_items_that_hang_or_fail_do_not_stop_the_list(monkeypatch, capsys, tmp_path):

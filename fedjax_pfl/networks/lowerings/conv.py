@@ -346,6 +346,7 @@ _LOWERINGS: dict[str, Convolution] = {
 # Pooling.
 
 
+@jax.named_scope("max_pool")
 def max_pool(
     x: jax.Array, window: tuple[int, int], strides: tuple[int, int] | None = None
 ) -> jax.Array:
