@@ -75,9 +75,9 @@ class ClientOutcome(NamedTuple):
     """Outcome of one client's round; stacked for K slots, all leaves are [K, ...]."""
 
     payload: PyTree  # download
-    upload: PyTree
+    upload: PyTree  # zeros if dropped or rejected
     client: PyTree  # new client-side state
-    metrics: dict[str, jax.Array]  # training metrics by name
+    metrics: dict[str, jax.Array]  # training metrics by name; zeros if dropped or rejected
     is_accepted: jax.Array  # bool: finite, and not too large
     down: dict[str, jax.Array]  # bytes downloaded, by layer
     up: dict[str, jax.Array]  # bytes uploaded, by layer
