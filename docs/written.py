@@ -2,8 +2,9 @@
 
 A page holds <!-- begin MARK ARGUMENT ... -->, the generated text, and <!-- end -->. The marks are
 docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., listing KIND,
-tables, speed FILE, rounds FILE RIVAL, libraries FILE, accuracies FILE, memory FILE, agreed FILE,
-leaderboard COLUMN, stress, summary, privacy, released, correlated, cells TABLE COLUMN,... ROW ....
+tables, speed FILE, profile FILE FILE, rounds FILE RIVAL, libraries FILE, accuracies FILE,
+memory FILE, agreed FILE, leaderboard COLUMN, stress, summary, privacy, released, correlated,
+cells TABLE COLUMN,... ROW ....
 
 A name that does not exist in the code is an error. A test checks that pages are up to date.
 """
@@ -244,6 +245,22 @@ def rounds(name: str, rival: str) -> str:
     return f"{text_tables.markdown([table])}\n\nMeasured on {benchmark.conditions(record)}."
 
 
+def profile(before: str, after: str) -> str:
+    """Returns the share of the device time of each part of the work, in two measurements."""
+    profiles = [_load(name)["profiles"] for name in (after, before)]
+    workloads = list(profiles[0])
+    parts = dict.fromkeys(part for p in profiles[0].values() for part in p["parts"])
+
+    def share(profiled: Mapping[str, Any], part: str) -> str:
+        percent = 100 * profiled["parts"].get(part, 0.0) / profiled["device_seconds"]
+        return f"{percent:.0f} %"
+
+    pairs = [p[name] for name in workloads for p in profiles]
+    heads = [head for name in workloads for head in (name, "before")]
+    rows = [[part, *(share(profiled, part) for profiled in pairs)] for part in parts]
+    return _text_table(heads, rows)
+
+
 def _with_reasons(table: text_tables.Table, note: str, reasons: Sequence[str]) -> str:
     """Returns a table, a note on it and a list of reasons."""
     lines = "\n".join(f"- {reason}." for reason in reasons)
@@ -356,6 +373,7 @@ MARKS: dict[str, Callable[..., str]] = {
     "tables": tables,
     "speed": speed,
     "rounds": rounds,
+    "profile": profile,
     "libraries": libraries,
     "accuracies": accuracies,
     "memory": memory,
