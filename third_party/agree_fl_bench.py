@@ -1,12 +1,17 @@
 """Runs methods of FL-bench (KarhouTam/FL-bench) on the work of `experiments.agree`.
 
 Rounds of its servers run unchanged from the user's checkout; evaluation is off by its own settings.
-The adapter records the parameters after each round. With a seed it records, in one more round, each
-client's test accuracy by FL-bench's count before and after its training. It replaces the dataset,
-the network, and Hydra's facts about the run. Needs the packages of `rival_fl_bench.py`, and cvxpy
-for FedPAC, and faiss-cpu for kNN-Per.
+The adapter records the parameters after each round. With a seed it records each client's test
+accuracy by FL-bench's count before and after one more round of training. If FL-bench uses personal
+models only in tests, it records the accuracies of a test, before and after fine-tuning.
+
+It replaces the dataset, the network, and Hydra's facts about the run. Floco gets the numbers of its
+random points, and PeFLL this library's embedding network, because FL-bench's reads only images.
+Needs the packages of `rival_fl_bench.py`; cvxpy for FedPAC, faiss-cpu for kNN-Per, and statsmodels
+and pytorch-minimize for pFedFDA.
 """
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +40,13 @@ _SERVERS = {
     "moon": ("moon", "MOONServer"),
     "fedlc": ("fedlc", "FedLCServer"),
     "knn_per": ("knnper", "kNNPerServer"),
+    "pfedfda": ("pfedfda", "pFedFDAServer"),
+    "floco": ("floco", "FlocoServer"),
+    "flute": ("flute", "FLUTEServer"),
+    "pefll": ("pefll", "PeFLLServer"),
 }
+_MADE_BY_CLIENTS = ("pfedfda", "floco", "pefll")  # a client makes the model that it evaluates
+_EVALUATED_IN_TESTS = ("knn_per", "pfedfda")  # their personal models are not used around training
 
 
 def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
@@ -110,6 +121,9 @@ def make_run(checkout: str, spec: child.Spec) -> Callable[[], None]:
         "batch_size": spec.get("batch", examples),
         "use_cuda": False,
     }
+    if method == "pefll":
+        options["buffers"] = "local"  # it refuses to share them
+        importlib.import_module("src.server.pefll").EmbedNetwork = lambda _: state.Embedding(work)
     server = fl_bench.make_server(
         checkout,
         _SERVERS[method],
@@ -119,7 +133,25 @@ def make_run(checkout: str, spec: child.Spec) -> Callable[[], None]:
         test=True,
         settings=settings,
     )
-    record = state.Record(spec["out"])
+    worker, record = server.trainer.worker, state.Record(spec["out"])
+    if method == "pfedfda":
+        server.global_means = torch.from_numpy(work["added/means"])
+    if method == "floco":
+        state.set_endpoints(server.public_model_params, start)
+    if method == "pefll":
+        state.set_hypernetwork(server.hyper_net, work)
+
+    def client_model(i: int) -> dict[str, Any]:
+        """Returns the model that a client makes for a test."""
+        worker.testing = True
+        worker.set_parameters(server.package(i))
+        worker.testing = False
+        worker.model.eval()
+        with torch.no_grad():
+            worker.model(x[:1])  # Floco mixes its endpoints in a call
+            classifier = worker.model.classifier
+            head = {leaf: getattr(classifier, leaf) for leaf in ("weight", "bias")}
+        return state.parameters_of(worker.model.base) | state.rename(head)
 
     def client_parameters(i: int) -> dict[str, Any]:
         """Returns the model that a client is evaluated with, or its control variates."""
@@ -127,6 +159,8 @@ def make_run(checkout: str, spec: child.Spec) -> Callable[[], None]:
             return state.control_variates(start, server.c_local[i])
         if method == "pfedme":  # trains its personal model anew
             return {}
+        if method in _MADE_BY_CLIENTS:
+            return client_model(i)
         package = server.package(i)
         for key in ("personalized_model_params", "local_model_params", "prev_model_state"):
             if package.get(key):
@@ -137,11 +171,18 @@ def make_run(checkout: str, spec: child.Spec) -> Callable[[], None]:
         shared = state.rename(server.public_model_params)
         if method == "scaffold":
             shared |= state.control_variates(start, server.c_global)
+        if method == "floco":
+            shared["fc2.weight"] = state.endpoints(server.public_model_params)
+            del shared["fc2.bias"]  # one for all endpoints
         record.add(shared, {i: client_parameters(i) for i in range(clients)})
 
     def run_round(t: int) -> None:
         server.current_epoch = t
         server.selected_clients = list(server.client_sample_stream[t])
+        if method == "floco" and "seed" not in spec:
+            points = work["added/points"][t][server.selected_clients]
+            numbers = iter(points.reshape(-1, points.shape[-1]))
+            np.random.exponential = lambda **_: next(numbers)
         server.train_one_round()
 
     def run() -> None:
@@ -157,11 +198,15 @@ def make_run(checkout: str, spec: child.Spec) -> Callable[[], None]:
         for t in range(last):
             run_round(t)
         server.args.common.client_side_evaluation = True
-        run_round(last)
-        for i in range(clients):
-            client_metrics = server.client_metrics[i][last]
-            scores.before[i] = client_metrics["before"]["test"].accuracy / 100
-            scores.after[i] = client_metrics["after"]["test"].accuracy / 100
+        if method in _EVALUATED_IN_TESTS:
+            server.args.common.test.client.finetune_epoch = spec["epochs"]
+            results = [worker.test(server.package(i)) for i in range(clients)]
+        else:
+            run_round(last)
+            results = [server.client_metrics[i][last] for i in range(clients)]
+        for i, stages in enumerate(results):
+            scores.before[i] = stages["before"]["test"].accuracy / 100
+            scores.after[i] = stages["after"]["test"].accuracy / 100
         scores.write()
 
     return run_scored if "seed" in spec else run

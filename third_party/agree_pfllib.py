@@ -183,8 +183,9 @@ def make_run(spec: child.Spec) -> Callable[[], None]:
     server.avg_generalization_metrics = lambda: 0.0  # FedAS calls it, and no class defines it
     if by_score:
         torch.manual_seed(spec["seed"])  # PFLlib's own is the same for all clients and runs
+        train = "train_cs_model" if method == "fedcp" else "train"
         for client in server.clients:
-            client.train = training_then_score(client, client.train)
+            setattr(client, train, training_then_score(client, getattr(client, train)))
 
     def run() -> None:
         with contextlib.redirect_stdout(None):

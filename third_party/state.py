@@ -117,6 +117,67 @@ def set_added_parameters(method: str, client: Any, work: Mapping[str, Any]) -> N
         tensor.copy_(torch.from_numpy(_reorder(name, work[f"added/{name}"])))
 
 
+def _set_linear(layer: nn.Linear, weight: np.ndarray, bias: np.ndarray | None) -> None:
+    """Copies arrays into a fully connected layer."""
+    with torch.no_grad():
+        layer.weight.copy_(torch.from_numpy(weight))
+        if bias is not None:
+            layer.bias.copy_(torch.from_numpy(bias))
+
+
+class Embedding(nn.Module):
+    """PeFLL's embedding network of `fedjax_pfl`, an MLP, with the initial values of a work."""
+
+    def __init__(self, work: Mapping[str, Any]) -> None:
+        super().__init__()
+        prefix, layers = "added/embedding.", {}
+        for name, weight in work.items():
+            layer = name.removeprefix(prefix).removesuffix(".weight")
+            if name == f"{prefix}{layer}.weight":
+                bias = work.get(f"{prefix}{layer}.bias")
+                outputs, inputs = weight.shape
+                layers[layer] = nn.Linear(inputs, outputs, bias=bias is not None)
+                _set_linear(layers[layer], weight, bias)
+        self.labels = layers.pop("labels")
+        self.layers = nn.ModuleList(layers[name] for name in sorted(layers))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Returns a vector for each example, [B, l]."""
+        classes = self.labels.in_features
+        one_hot = nn.functional.one_hot(y, classes).float() * classes**0.5
+        z = self.layers[0](x) + self.labels(one_hot)
+        for layer in self.layers[1:]:
+            z = layer(torch.relu(z))
+        return z
+
+
+def set_hypernetwork(network: Any, work: Mapping[str, Any]) -> None:
+    """Sets FL-bench's hypernetwork of PeFLL to the initial values of the work."""
+    linear_layers = (layer for layer in network.mlp if isinstance(layer, nn.Linear))
+    layers = {f"layer{k + 1}": layer for k, layer in enumerate(linear_layers)}
+    for name, layer in network.params_generator.items():
+        *_, module, leaf = name.split("-")
+        layers[f"head_{HEAD if module == 'classifier' else module}_{leaf}"] = layer
+    for name, layer in layers.items():
+        weight, bias = (work[f"added/hypernetwork.{name}.{leaf}"] for leaf in ("weight", "bias"))
+        _set_linear(layer, weight, bias)
+
+
+def set_endpoints(parameters: Mapping[str, Any], start: Mapping[str, Any]) -> None:
+    """Sets all endpoints of FL-bench's Floco to the head's initial parameters."""
+    for name, value in parameters.items():
+        if "._weights." in name:
+            value.copy_(torch.from_numpy(start[f"{HEAD}.weight"]))
+        elif name == "classifier.bias":
+            value.copy_(torch.from_numpy(start[f"{HEAD}.bias"]))
+
+
+def endpoints(parameters: Mapping[str, Any]) -> np.ndarray:
+    """Returns the weights of all endpoints of FL-bench's Floco, [outputs, inputs, endpoints]."""
+    weights = [value for name, value in parameters.items() if "._weights." in name]
+    return torch.stack(weights, -1).detach().numpy().copy()
+
+
 class Scores:
     """Each client's accuracy on test examples, before and after its training; saved as .npz."""
 

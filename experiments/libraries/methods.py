@@ -122,6 +122,18 @@ _PFLLIB_FML = (
     "clientfml.py divides the divergence by the number of classes, and its gradient also moves "
     "the model that teaches"
 )
+_FL_BENCH_PFEDFDA = (
+    "client/pfedfda.py trains body and head as in FedAvg. It computes Gaussians only in tests, so "
+    "the server's stay at their random start"
+)
+_FL_BENCH_FLOCO = (
+    "server/floco.py has one bias of the head for all endpoints, here each endpoint has its own"
+)
+_FL_BENCH_FLUTE = "client/flute.py detaches the features in training, so the body is never trained"
+_FL_BENCH_PEFLL = (
+    "client/pefll.py subtracts the mean of a client's descriptor and divides it by its standard "
+    "deviation, in every round; the paper does neither"
+)
 _AS_PARAMETERS = "its parameters differ, for the reason given above"
 METHODS = {
     "fedavg": Method({}, Rival({}, accuracy=_ORDERS_OF_BATCHES), Rival({})),
@@ -222,5 +234,30 @@ METHODS = {
         {"neighbours": 5, "weight": 0.5, "scale": 1.0},
         None,
         Rival({"k": 5, "weight": 0.5, "scale": 1.0, "capacity": 500}),
+    ),
+    "pfedfda": Method({"ridge": 1.0}, None, Rival({"single_beta": True}, why=_FL_BENCH_PFEDFDA)),
+    "floco": Method(
+        {"endpoints": 3, "place_after": 10, "radius": 0.1},
+        None,
+        Rival({"endpoints": 3, "tau": 10, "rho": 0.1}, why=_FL_BENCH_FLOCO),
+    ),
+    "flute": Method(
+        {"collapse": 0.25, "head_decay": 0.0025, "feature_decay": 0.01, "head_epochs": 2},
+        None,
+        Rival(
+            {"lamda1": 0.25, "lamda2": 0.0025, "lamda3": 0.0005, "rep_round": EPOCHS},
+            EPOCHS + 2,
+            why=_FL_BENCH_FLUTE,
+        ),
+        examples=20,  # it sums the features of a batch, whose mean is ours with 20 times the weight
+    ),
+    "pefll": Method(
+        {"rate": 0.001, "descriptor": 4, "examples": 20, "embedding_width": 32, "width": 32},
+        None,
+        Rival(
+            {"hyper_embed_lr": 0.001, "embed_dim": 4, "hyper_hidden_dim": 32},
+            why=_FL_BENCH_PEFLL,
+        ),
+        examples=20,  # one batch, from which both make a descriptor
     ),
 }

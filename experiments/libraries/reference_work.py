@@ -14,7 +14,7 @@ import numpy as np
 
 from experiments.libraries.methods import EPOCHS, METHODS
 from fedjax_pfl import algorithms
-from fedjax_pfl.core import local_training, task, trees
+from fedjax_pfl.core import local_training, randomness, task, trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, State
 from fedjax_pfl.core.examples import FederatedData, Split, client_data
 from fedjax_pfl.networks.normalisation import batch_norm
@@ -73,16 +73,48 @@ def to_pytorch(params: Any) -> Arrays:
 
 
 def added_parameters(name: str, arrays: Mapping[str, np.ndarray]) -> Arrays:
-    """Returns initial parameters of a method besides those of the network, as added/NAME."""
+    """Returns what a method starts from besides the network, as added/NAME."""
     training = local_training.sgd(learning_rate=RATE, batch_size=1, epochs=EPOCHS)
     _, initialised, _, _ = make_method(name, arrays, training)
     server = initialised.init(jax.random.key(KEY)).server
-    params = server.get("params", {}) if isinstance(server, dict) else {}
-    return {
-        f"added/{n}": np.asarray(value)
-        for n, value in to_pytorch(params).items()
-        if f"start/{n}" not in arrays
-    }
+    if name == "floco":
+        added = {"points": random_points(METHODS[name].settings["endpoints"])}
+    elif name == "pefll":
+        added = _generator_parameters(server.embedding, server.hypernetwork, arrays)
+    elif name == "pfedfda":
+        added = {"means": server["means"]}
+    else:
+        added = to_pytorch(_server_params(server))
+    return {f"added/{n}": np.asarray(v) for n, v in added.items() if f"start/{n}" not in arrays}
+
+
+def random_points(endpoints: int) -> np.ndarray:
+    """Returns the exponential numbers of Floco's points, [rounds, clients, steps, endpoints]."""
+
+    def numbers(t: jax.Array, i: jax.Array, s: jax.Array) -> jax.Array:
+        client_key = randomness.stage_key(jax.random.key(KEY), randomness.TRAIN, t, i)
+        step_key = jax.random.fold_in(jax.random.split(client_key)[1], s)
+        return jax.random.exponential(jax.random.fold_in(step_key, 2), (endpoints,))
+
+    shape = (ROUNDS, CLIENTS, EPOCHS)
+    indices = np.indices(shape).reshape(3, -1)
+    return np.asarray(jax.vmap(numbers)(*indices)).reshape(*shape, endpoints)
+
+
+def _generator_parameters(
+    embedding: Any, hypernetwork: Any, arrays: Mapping[str, np.ndarray]
+) -> Arrays:
+    """Returns PeFLL's parameters so that its heads generate the arrays of `to_pytorch`."""
+    added = to_pytorch({"embedding": embedding})
+    for name, value in to_pytorch(hypernetwork).items():
+        head, kind, leaf = name.partition("_kernel.")
+        if kind:  # a head of in * out outputs, in the order of a kernel
+            outputs, inputs = arrays[f"start/{head.removeprefix('head_')}.weight"].shape
+            value = np.reshape(value, (inputs, outputs, -1)).swapaxes(0, 1)
+            value = value.reshape((outputs * inputs, -1) if leaf == "weight" else -1)
+            name = f"{head}_weight.{leaf}"
+        added[f"hypernetwork.{name}"] = value
+    return added
 
 
 def params(arrays: Mapping[str, np.ndarray]) -> Any:
@@ -150,7 +182,8 @@ def make_method(
     data, federation = _federated(arrays)
     algorithm = getattr(algorithms, name)(Net(method.norm), training, federation, **method.settings)
     variables = dict(Net(method.norm).init(jax.random.key(KEY), federation.examples()))
-    start = State({**variables, "params": params(arrays)}, (), ())
+    # PeFLL generates the network, so its own random networks are the start.
+    start = None if name == "pefll" else State({**variables, "params": params(arrays)}, (), ())
     initialised = algorithm._replace(
         init=lambda _key, _=None: algorithm.init(jax.random.key(KEY), start)
     )
@@ -160,10 +193,9 @@ def make_method(
 def _parameters(name: str, algorithm: Algorithm, state: State, data: FederatedData) -> Arrays:
     """Returns the parameters of server and clients by name."""
     arrays: Arrays = {}
-    server = state.server if isinstance(state.server, dict) else {}
-    trees_by_prefix = {"": server.get("params", {})}
+    trees_by_prefix = {"": _server_params(state.server)}
     if name == "scaffold":
-        trees_by_prefix["control."] = server["control"]
+        trees_by_prefix["control."] = state.server["control"]
     for prefix, tree in trees_by_prefix.items():
         arrays |= {f"server/{prefix}{n}": value for n, value in to_pytorch(tree).items()}
     for i in range(CLIENTS):
@@ -171,6 +203,12 @@ def _parameters(name: str, algorithm: Algorithm, state: State, data: FederatedDa
         for prefix, tree in _client_trees(name, algorithm, state, client, data, i).items():
             arrays |= {f"{i}/{prefix}{n}": value for n, value in to_pytorch(tree).items()}
     return arrays
+
+
+def _server_params(server: Any) -> Any:
+    """Returns the network's parameters that a server stores; {} if it stores none."""
+    variables = getattr(server, "variables", server)
+    return variables.get("params", {}) if isinstance(variables, dict) else {}
 
 
 def _client_trees(

@@ -63,6 +63,7 @@ def rounds(name: str, norm: bool, seeds: Sequence[int], count: int) -> Accuracie
     """Returns our accuracy for each seed, before and after local training."""
     training = local_training.sgd(learning_rate=RATE, batch_size=BATCH, epochs=EPOCHS)
     works = [work(norm, seed) for seed in seeds]
+    count += METHODS[name].first_rounds
     algorithm, _, _, federation = reference_work.make_method(name, works[0], training)
     compiled_rounds = make_rounds(algorithm, federation, cohort=CLIENTS, max_rounds=count)
     accuracies: Accuracies = {stage: [] for stage in STAGES}

@@ -4,12 +4,16 @@ import json
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from experiments import agree
 from experiments.libraries import reference_work, rivals
-from experiments.libraries.methods import METHODS, Rival
+from experiments.libraries.methods import EPOCHS, METHODS, Rival
+from fedjax_pfl.core import local_training
+from fedjax_pfl.core.algorithm import ClientContext
+from fedjax_pfl.core.examples import client_data
 
 # FedAvg in NumPy. `faster` multiplies the learning rate of the second client.
 STAND_IN = """
@@ -119,6 +123,68 @@ def test_parameters_have_the_names_and_shapes_of_pytorch():
         "fc2.bias": (10,),
     }
     assert all(len(np.unique(y)) <= 4 for y in work["y"])
+
+
+def _gradients(x, y, w1, b1, w2, b2):
+    """Returns the gradient of the mean cross-entropy of the network in each of its arrays."""
+    h = np.maximum(x @ w1.T + b1, 0)
+    p = np.exp(h @ w2.T + b2)
+    dlogits = (p / p.sum(1, keepdims=True) - np.eye(10)[y]) / len(y)
+    dhidden = (dlogits @ w2) * (h > 0)
+    return dhidden.T @ x, dhidden.sum(0), dlogits.T @ h, dlogits.sum(0)
+
+
+def test_floco_uses_the_points_that_other_libraries_get():
+    """Two rounds in NumPy: each endpoint descends by its share of the mixed head's gradient."""
+    work = reference_work.work(False)
+    numbers = reference_work.added_parameters("floco", work)["added/points"].astype(np.float64)
+    points = numbers / numbers.sum(-1, keepdims=True)
+    names = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
+    start = [np.float64(work[f"start/{name}"]) for name in names]
+    model = [*start[:2], *(np.stack([head] * points.shape[-1]) for head in start[2:])]
+    for t in range(2):
+        clients = []
+        for i, (x, y) in enumerate(zip(work["x"], work["y"], strict=True)):
+            w1, b1, w2, b2 = model
+            for alpha in points[t, i]:
+                mixed = np.tensordot(alpha, w2, 1), np.tensordot(alpha, b2, 1)
+                steps = [reference_work.RATE * g for g in _gradients(x, y, w1, b1, *mixed)]
+                w1, b1 = w1 - steps[0], b1 - steps[1]
+                w2, b2 = w2 - np.multiply.outer(alpha, steps[2]), b2 - np.outer(alpha, steps[3])
+            clients.append((w1, b1, w2, b2))
+        model = [np.mean(values, 0) for values in zip(*clients, strict=True)]
+    results = reference_work.rounds("floco", work)
+    np.testing.assert_allclose(results["2/server/fc1.weight"], model[0], atol=1e-5)
+    np.testing.assert_allclose(
+        results["2/server/fc2.weight"], model[2].transpose(1, 2, 0), atol=1e-5
+    )
+    np.testing.assert_allclose(results["2/3/fc2.bias"], model[3].mean(0), atol=1e-5)
+
+
+def test_initial_values_of_pefll_generate_the_models_of_clients():
+    """A client's model, computed in NumPy with the arrays that other libraries get."""
+    work = reference_work.work(False)
+    added = reference_work.added_parameters("pefll", work)
+    arrays = {name.removeprefix("added/"): np.float64(value) for name, value in added.items()}
+
+    def linear(v, name):
+        return v @ arrays[f"{name}.weight"].T + arrays.get(f"{name}.bias", 0)
+
+    x, y = work["x"][2], work["y"][2]
+    z = linear(x, "embedding.fc1") + linear(np.sqrt(10) * np.eye(10)[y], "embedding.labels")
+    for name in ("fc2", "fc3"):
+        z = linear(np.maximum(z, 0), f"embedding.{name}")
+    v = linear(z.mean(0), "hypernetwork.layer1")
+    for k in (2, 3, 4):
+        v = linear(np.maximum(v, 0), f"hypernetwork.layer{k}")
+    training = local_training.sgd(learning_rate=0.1, batch_size=30, epochs=EPOCHS)
+    algorithm, initialised, data, _ = reference_work.make_method("pefll", work, training)
+    state = initialised.init(jax.random.key(0))
+    ctx = ClientContext(2, client_data(data, 2), 0, jax.random.key(0))
+    served = jax.jit(algorithm.personalize)(state._replace(clients=()), state.clients, ctx)
+    for name, value in reference_work.to_pytorch(served["params"]).items():
+        generated = linear(v, f"hypernetwork.head_{name.replace('.', '_')}").reshape(value.shape)
+        np.testing.assert_allclose(value, generated, atol=1e-5)
 
 
 def test_recorded_differences_have_a_reason():
