@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pfl.core import batches
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.core.setting import Limits, Setting
-from fedjax_pfl.simulation.speeds import Speeds
-from fedjax_pfl.transforms.partial_work import check_partial, local_fits, transfer_bytes
+from fedjax_pfl.simulation.speeds import Speeds, round_steps
+from fedjax_pfl.transforms.partial_work import check_partial, transfer_bytes
 
 STRAGGLERS = {
     "step_seconds": Setting(
@@ -89,13 +88,8 @@ def client_speeds(
     if is_partial:
         check_partial(value_of, make_algorithm, data)
     algorithm = make_algorithm({})
-    fits = local_fits(algorithm, data)
-    steps = [
-        np.asarray(batches.local_steps(fit.training, federation.counts, fit.training.batch_size))
-        for fit in fits
-    ]
     return Speeds(
-        steps=sum(steps, np.zeros(federation.clients, int)),
+        steps=round_steps(algorithm, federation, data),
         step_seconds=median,
         spread=value_of("speed_spread"),
         bandwidth=bandwidth,

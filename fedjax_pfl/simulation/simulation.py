@@ -31,6 +31,7 @@ from fedjax_pfl.simulation.on_device import DeviceProgram
 from fedjax_pfl.simulation.programs import OFF_DEVICE, STORES, make_program
 from fedjax_pfl.simulation.rounds import round_functions
 from fedjax_pfl.simulation.sampling import SAMPLINGS
+from fedjax_pfl.simulation.speeds import method_speeds
 from fedjax_pfl.simulation.streamed import StreamedProgram
 
 
@@ -43,8 +44,8 @@ class RoundLog(NamedTuple):
     metrics: dict[str, np.ndarray]  # training metrics, float [K] each; NaN without an update
     bytes_down_by_layer: dict[str, int]  # sum over the clients, by layer
     bytes_up_by_layer: dict[str, int]  # uploaded, otherwise the same
-    seconds: float | None = None  # simulated seconds of the round; None without client speeds
-    late: np.ndarray | None = None  # bool [K]: missed the deadline; None without client speeds
+    seconds: float | None = None  # simulated seconds of the round; None without `step_seconds`
+    late: np.ndarray | None = None  # bool [K]: missed the deadline; None without `step_seconds`
 
     @property
     def loss(self) -> float:
@@ -89,6 +90,11 @@ class Simulation:
       dropout: Probability that a sampled client never returns its update.
       max_update_norm: Updates with a larger norm are rejected. Default: updates that are not
         finite, or whose squared norm is not.
+      step_seconds: Simulated seconds of a local step: a number, or one per client, [N]. Default: no
+        simulated time.
+      bandwidth: Bytes per second in each direction, likewise. Default: transfers take no time.
+      deadline: Simulated seconds of a round after which the server waits for no client; later
+        updates are missing. Default: it waits for the last client.
       evaluate_after: Whether `evaluate` also scores each model after one more local training.
       store: Where client state is kept: "device", "sharded" over devices, "host" memory or "disk".
       folder: Folder for store="disk". Default: a temporary one.
@@ -107,6 +113,9 @@ class Simulation:
         seed: int = 0,
         dropout: float = 0.0,
         max_update_norm: float | None = None,
+        step_seconds: Any = None,
+        bandwidth: Any = None,
+        deadline: float | None = None,
         evaluate_after: bool = True,
         store: str = "device",
         folder: str | Path | None = None,
@@ -117,6 +126,7 @@ class Simulation:
         self.method = method
         self.examples: FederatedData = data.examples
         self.federation: Federation = data.federation
+        check_outputs("the method", method, self.federation, self.examples)
         clients = self.federation.clients
         active = int(self.federation.active.sum())
         cohort = active if clients_per_round is None else clients_per_round
@@ -125,6 +135,14 @@ class Simulation:
             "cohort": cohort,
             "sampling": sampling,
             "dropout": dropout,
+            "client_speeds": method_speeds(
+                method,
+                self.federation,
+                self.examples,
+                step_seconds=step_seconds,
+                bandwidth=bandwidth,
+                deadline=deadline,
+            ),
             "max_update_norm": max_update_norm,
             "evaluate_after": evaluate_after,
             "chunk": chunk or execution_plan.default_chunk(clients),
@@ -136,7 +154,6 @@ class Simulation:
         self._folder = None if folder is None else Path(folder)
         self._programs: dict[int, DeviceProgram | StreamedProgram] = {}
         self._program(1)  # reports mistakes in the arguments now
-        check_outputs("the method", method, self.federation, self.examples)
 
     def __repr__(self) -> str:
         """Returns one line on the size of the simulation."""

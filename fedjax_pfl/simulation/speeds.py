@@ -21,7 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.core.algorithm import PyTree
+from fedjax_pfl.core import batches, groups, trees
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, PyTree
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.example_noise import Fit, record_fits
+from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.randomness import SPEED, stage_key
 from fedjax_pfl.simulation.records import ClientOutcome, Log, SharedInputs, Slot
 
@@ -36,6 +40,88 @@ class Speeds(NamedTuple):
     deadline: float = np.inf  # seconds from the start of a round; infinite: none
     free_rounds: int = 0  # number of first rounds without a download
     partial_bytes: tuple[int, int] | None = None  # down and up of a client; None: no partial work
+
+
+def local_fits(algorithm: Algorithm, data: FederatedData) -> list[Fit]:
+    """Returns the local trainings of a client in a round; with groups, of one of the first group.
+
+    Trainings in a loop, or of several models at once, count once. Nothing is compiled.
+    """
+
+    def run(key: jax.Array, i: jax.Array, data: FederatedData) -> Any:
+        state = groups.as_grouped(algorithm).init(key)
+        member = groups.group_algorithms(algorithm)[0]
+        ctx = ClientContext(i=i, data=None, t=i, key=key, max_steps=i)
+        payload = member.send(state._replace(clients=()), ctx)
+        client = trees.row(state.clients[0], i)
+        return member.train(payload, client, ctx._replace(data=client_data(data, i)))
+
+    with record_fits() as fits:
+        jax.eval_shape(run, jax.random.key(0), jnp.int32(0), data)
+    return fits
+
+
+def round_steps(algorithm: Algorithm, federation: Federation, data: FederatedData) -> np.ndarray:
+    """Returns the local steps of each client in a round, over all its `local_fits`, int [N]."""
+    steps = [
+        np.asarray(batches.local_steps(fit.training, federation.counts, fit.training.batch_size))
+        for fit in local_fits(algorithm, data)
+    ]
+    return sum(steps, np.zeros(federation.clients, int))
+
+
+def method_speeds(
+    algorithm: Algorithm,
+    federation: Federation,
+    data: FederatedData,
+    *,
+    step_seconds: Any,
+    bandwidth: Any = None,
+    deadline: float | None = None,
+) -> Speeds | None:
+    """Returns the speeds of clients that train with a method, or None without `step_seconds`.
+
+    Raises UsageError for values that are not positive or not one per client, and for `bandwidth` or
+    `deadline` without `step_seconds`.
+
+    Args:
+      algorithm: The method.
+      federation: Facts about the clients.
+      data: Their examples; only shapes matter.
+      step_seconds: Seconds of a local step of every client, or of each, [N].
+      bandwidth: Bytes per second in each direction, likewise. None: transfers take no time.
+      deadline: Longest round in seconds. None: no limit.
+    """
+    if step_seconds is None:
+        for name, value in (("bandwidth", bandwidth), ("deadline", deadline)):
+            if value is not None:
+                raise UsageError(f"{name} needs step_seconds; add it, such as step_seconds=0.1")
+        return None
+    clients = federation.clients
+    return Speeds(
+        steps=round_steps(algorithm, federation, data),
+        step_seconds=_positive("step_seconds", step_seconds, clients),
+        bandwidth=np.inf if bandwidth is None else _positive("bandwidth", bandwidth, clients),
+        deadline=np.inf if deadline is None else float(_positive("deadline", deadline)),
+    )
+
+
+def _positive(name: str, value: Any, clients: int | None = None) -> np.ndarray:
+    """Returns one number, or one per client if `clients` is their number, as float32.
+
+    Raises UsageError for other shapes and for what is no number above 0.
+    """
+    try:
+        array = np.asarray(value, np.float32)
+    except (TypeError, ValueError):
+        raise UsageError(f"{name} is {value!r}; it must be a number above 0") from None
+    if array.shape not in ((), (clients,)):
+        allowed = "one number" if clients is None else f"one number, or {clients}, one per client"
+        raise UsageError(f"{name} has shape {list(array.shape)}; give {allowed}")
+    invalid = array[~(np.isfinite(array) & (array > 0))]
+    if len(invalid):
+        raise UsageError(f"{name} is {invalid[0]:g}; it must be a number above 0")
+    return array
 
 
 class Arrivals(NamedTuple):

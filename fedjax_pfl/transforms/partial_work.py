@@ -7,32 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import transforms
-from fedjax_pfl.core import groups, jaxprs, trees
-from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Cohort, PyTree, State
+from fedjax_pfl.core import jaxprs, trees
+from fedjax_pfl.core.algorithm import Algorithm, Cohort, PyTree, State
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.example_noise import Fit, record_fits
-from fedjax_pfl.core.examples import FederatedData, client_data
+from fedjax_pfl.core.examples import FederatedData
+from fedjax_pfl.simulation.speeds import local_fits
 from fedjax_pfl.transforms.privacy.client_level import is_affine
 from fedjax_pfl.transforms.wrapping import RoundShapes, check_single_model, round_shapes
-
-
-def local_fits(algorithm: Algorithm, data: FederatedData) -> list[Fit]:
-    """Returns the local trainings of a client in a round; with groups, of one of the first group.
-
-    Trainings in a loop, or of several models at once, count once. Nothing is compiled.
-    """
-
-    def run(key: jax.Array, i: jax.Array, data: FederatedData) -> Any:
-        state = groups.as_grouped(algorithm).init(key)
-        member = groups.group_algorithms(algorithm)[0]
-        ctx = ClientContext(i=i, data=None, t=i, key=key, max_steps=i)
-        payload = member.send(state._replace(clients=()), ctx)
-        client = trees.row(state.clients[0], i)
-        return member.train(payload, client, ctx._replace(data=client_data(data, i)))
-
-    with record_fits() as fits:
-        jax.eval_shape(run, jax.random.key(0), jnp.int32(0), data)
-    return fits
 
 
 def check_partial(

@@ -103,6 +103,27 @@ def test_the_log_of_a_round_counts_its_bytes_and_clients(method, data):
     assert math.isnan(log._replace(arrived=np.zeros(3, bool)).loss)
 
 
+@pytest.mark.parametrize(
+    ("deadline", "late", "seconds"),
+    [(None, [], 10), (6.5, [3], 6.5), (2.5, [0, 1, 2, 3], 2.5)],
+)
+def test_simulated_seconds_by_hand(deadline, late, seconds, method, data):
+    """Two epochs of one batch, and a second for each transfer: 3, 4, 6 and 10 seconds."""
+    times = {"step_seconds": [0.5, 1, 2, 4], "bandwidth": 4.0 * (64 * 8 + 8)}
+    loop = Simulation(method, data, devices=1, deadline=deadline, **times)
+    state, log = loop.run_round(loop.init(), 0)
+    assert log.seconds == seconds
+    assert log.ids[log.late].tolist() == late
+    assert log.ids[~log.arrived].tolist() == late
+    if not late:
+        plain = Simulation(method, data, devices=1)
+        plain_state, plain_log = plain.run_round(plain.init(), 0)
+        assert_equal(state, plain_state)
+        assert (plain_log.seconds, plain_log.late) == (None, None)
+        equal = Simulation(method, data, devices=1, step_seconds=0.25)
+        assert equal.run_round(equal.init(), 0)[1].seconds == 0.5
+
+
 def test_a_state_may_be_changed_between_rounds(method, data):
     loop = Simulation(method, data, devices=1)
     state = loop.init()
@@ -148,6 +169,11 @@ def test_clients_without_examples_have_no_score(method, data):
     [
         (Simulation, (), {"store": "cloud"}, "store is 'cloud'; choose device, sharded, host, dis"),
         (Simulation, (), {"clients_per_round": 5}, "clients_per_round is 5, and there are 4 activ"),
+        (Simulation, (), {"deadline": 5.0}, "deadline needs step_seconds; add it"),
+        (Simulation, (), {"step_seconds": [1.0, 2.0]}, "step_seconds has shape [2]; give one nu"),
+        (Simulation, (), {"step_seconds": "slow"}, "step_seconds is 'slow'; it must be a number"),
+        (Simulation, (), {"step_seconds": 1, "bandwidth": 0}, "bandwidth is 0; it must be a numb"),
+        (Simulation, (), {"step_seconds": 1, "deadline": [1] * 4}, "deadline has shape [4]; give"),
         (Simulation.run_rounds, (None, 0, 0), {}, "n must be at least 1, got 0"),
         (Simulation.personal_model, (None, 4), {}, "client is 4; choose 0 to 3"),
         (
