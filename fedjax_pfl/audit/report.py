@@ -12,23 +12,23 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
-from fedjax_pfl.audit import inversion, membership
-from fedjax_pfl.audit.server_view import by_path, private_paths, sent_paths, server_view
+from fedjax_pfl.audit import exchanges, inversion
+from fedjax_pfl.audit.membership import FPR, infer_membership
+from fedjax_pfl.audit.server_view import by_path, private_paths, sent_paths
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import Algorithm, ClientContext, PyTree
+from fedjax_pfl.core.algorithm import PyTree
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import ClientData, FederatedData, Split, client_data, take
 from fedjax_pfl.core.groups import group_algorithms
-from fedjax_pfl.core.randomness import PERSONAL, SEND, TRAIN, stage_key
 from fedjax_pfl.report import drawing, text_tables
 from fedjax_pfl.runs.client_functions import map_clients
-from fedjax_pfl.runs.phase import Phase, make_network
+from fedjax_pfl.runs.phase import Phase
 from fedjax_pfl.runs.result import Result
 from fedjax_pfl.transforms import PLAIN_UPLOADS, fixed_noise
 from fedjax_pfl.transforms.compression import Client as CompressionClient
 
-FPR = 0.01
 SMALLEST_IMAGE = 2  # pixels on a side
+_MODELS = {"served": "served model", "uploaded": "uploaded model", "body": "uploaded body"}
 
 
 class Inversion(NamedTuple):
@@ -53,7 +53,7 @@ class Audit(NamedTuple):
     algorithm: str
     dataset: str
     inversion: Inversion
-    membership: dict[str, dict[str, float] | None]  # scores of the served and the uploaded model
+    membership: dict[str, dict[str, float] | None]  # as of `infer_membership`
 
     def as_json(self) -> dict[str, Any]:
         """Returns everything but the images, as plain data."""
@@ -128,11 +128,12 @@ def invert(
     size = np.minimum(train.size, examples).astype(np.int32)
     data = result.data._replace(train=Split(train.rows[:, :examples], size))
     limited = result._replace(phases=(phase,), data=data)
-    ((_, (payload, upload, state)),) = map_clients(_exchange, limited, state, t, [client])
+    ((_, (payload, upload, state)),) = map_clients(exchanges.exchange, limited, state, t, [client])
     state = state.method if isinstance(state, CompressionClient) else state
     g = int(result.federation.groups[client])
-    network, member = _network(phase, g), group_algorithms(_without_noise(phase).algorithm)[g]
-    variables = _variable_shapes(network, result)
+    network = exchanges.group_network(phase, g)
+    member = group_algorithms(_without_noise(phase).algorithm)[g]
+    variables = exchanges.variable_shapes(network, result)
     private = private_paths(member, payload, upload, state, variables)
     unknown = {} if knows_private else private
 
@@ -218,42 +219,6 @@ def _reason(
     return ""
 
 
-def infer_membership(result: Result, clients: Sequence[int]) -> dict[str, dict[str, float] | None]:
-    """Infers which examples of clients are training examples, from the round after the last.
-
-    Returns means over the clients for two models: `served`, the personal model of each client,
-    which the server may lack, and `uploaded`, None if an upload has no complete network.
-    """
-    phase, t = result.phases[-1], result.metrics[-1]["round"]
-    members = group_algorithms(phase.algorithm)
-    networks = [_network(phase, g) for g in range(len(members))]
-    task, data = result.federation.task, result.data
-    loss_of_served = [membership.loss_function(member.predict, task) for member in members]
-    loss_of_uploaded = [membership.loss_function(network.apply, task) for network in networks]
-    scores: dict[str, list[tuple[float, float]]] = {"served": [], "uploaded": []}
-    outputs = map_clients(_serve_and_exchange, result, result.state, t, clients)
-    for i, (served, payload, upload) in outputs:
-        g = int(result.federation.groups[i])
-        variables = _variable_shapes(networks[g], result)
-        uploaded = server_view(members[g], payload, upload, variables).uploaded(variables)
-        client_examples, test = client_data(data, i), Split(data.test.rows[i], data.test.size[i])
-        for name, losses, model in (
-            ("served", loss_of_served[g], served),
-            ("uploaded", loss_of_uploaded[g], uploaded),
-        ):
-            if model is not None:
-                pair = (
-                    losses(model, client_examples, client_examples.train),
-                    losses(model, client_examples, test),
-                )
-                scores[name].append((membership.auc(*pair), membership.tpr_at_fpr(*pair, FPR)))
-    columns = ("auc", f"tpr_at_fpr_{FPR:g}")
-    return {
-        name: dict(zip(columns, np.mean(rows, 0).tolist(), strict=True)) if rows else None
-        for name, rows in scores.items()
-    }
-
-
 def tables(facts: Audit) -> list[text_tables.Table]:
     """Returns a table of the reconstructed images and one of membership."""
     attack = facts.inversion
@@ -274,11 +239,10 @@ def tables(facts: Audit) -> list[text_tables.Table]:
         rows=rows,
     )
     inferred = text_tables.Table(
-        caption="Membership by the loss: 0.5 and 1 % are chance.",
+        caption="Membership by the loss, of a body by its features: 0.5 and 1 % are chance.",
         heads=["AUC", f"TPR at {FPR:.0%} FPR"],
         rows=[
-            [f"{name} model", *_membership_cells(scores)]
-            for name, scores in facts.membership.items()
+            [_MODELS[name], *_membership_cells(scores)] for name, scores in facts.membership.items()
         ],
     )
     return [inverted, inferred]
@@ -333,39 +297,6 @@ def _replace_settings(phase: Phase, changes: Mapping[str, Any]) -> Phase:
     config = ConfigDict(phase.config, type_safe=False)
     config.update(changes)
     return phase._replace(inputs=dataclasses.replace(phase.inputs, configs=[config]))
-
-
-def _exchange(
-    member: Algorithm, state: Any, client: PyTree, ctx: ClientContext
-) -> tuple[PyTree, PyTree, PyTree]:
-    """Returns the download, the upload and the earlier client-side state of a client."""
-    send_key, train_key = (stage_key(ctx.key, s, ctx.t, ctx.i) for s in (SEND, TRAIN))
-    payload = member.send(state, ctx._replace(data=None, key=send_key))
-    return payload, member.train(payload, client, ctx._replace(key=train_key)).upload, client
-
-
-def _serve_and_exchange(
-    member: Algorithm, state: Any, client: PyTree, ctx: ClientContext
-) -> tuple[PyTree, PyTree, PyTree]:
-    """Returns a client's personal model, and its download and upload in one round."""
-    personal_key = stage_key(ctx.key, PERSONAL, ctx.t, ctx.i)
-    served = member.personalize(state, client, ctx._replace(key=personal_key))
-    return served, *_exchange(member, state, client, ctx)[:2]
-
-
-def _network(phase: Phase, g: int) -> Any:
-    """Returns the network of a group: the one that predicts, or inside of what predicts."""
-    network = getattr(group_algorithms(phase.algorithm)[g].predict, "__self__", None)
-    if hasattr(network, "init"):
-        return network
-    return make_network(phase.inputs, phase.inputs.group_configs[g], phase.plan.conv)
-
-
-def _variable_shapes(network: Any, result: Result) -> PyTree:
-    """Returns the shapes of a network's variables."""
-    return jax.eval_shape(
-        lambda: dict(network.init(jax.random.key(0), result.federation.examples()))
-    )
 
 
 def _labels(data: ClientData) -> np.ndarray:

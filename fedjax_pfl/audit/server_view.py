@@ -1,6 +1,6 @@
 """A client's network as the server sees it in one round: downloaded values and their changes."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +23,21 @@ class ServerView(NamedTuple):
     start: dict[str, jax.Array]  # downloaded values
     change: dict[str, jax.Array]  # uploaded values minus downloaded ones, as they arrive
 
-    def uploaded(self, variables: PyTree) -> PyTree | None:
-        """Returns the uploaded network, shaped like `variables`, or None if parts are missing."""
-        if not by_path(variables).keys() <= self.change.keys():
-            return None
-        return tree_map_with_path(
-            lambda path, _: self.start.get(keystr(path), 0.0) + self.change[keystr(path)],
-            variables,
-        )
+    def uploaded(self, variables: PyTree, head: str = "") -> PyTree | None:
+        """Returns the uploaded network, shaped like `variables`, or None if parts are missing.
+
+        The layer `head` may be missing; it is 0 then.
+        """
+
+        def value(path: Any, leaf: Any) -> jax.Array:
+            place = keystr(path)
+            if place not in self.change:
+                return jnp.zeros(leaf.shape, leaf.dtype)
+            return self.start.get(place, 0.0) + self.change[place]
+
+        leaves = tree_leaves_with_path(variables)
+        missing = {trees.layer_name(p) for p, _ in leaves if keystr(p) not in self.change}
+        return None if missing - {head} else tree_map_with_path(value, variables)
 
 
 def by_path(tree: PyTree) -> dict[str, jax.Array]:
@@ -52,6 +59,19 @@ def server_view(
     change = by_path(trees.change(payload, upload))
     sent = {path: change[path] for path in sent_paths(member, payload, upload)}
     return ServerView(start=_find(by_path(payload), variables), change=_find(sent, variables))
+
+
+def uploaded_means(upload: PyTree, shape: tuple[int, int]) -> jax.Array | None:
+    """Returns the mean features of each class in an upload, or None if it has none.
+
+    They are its only array of this shape, [classes, features], outside of the network.
+    """
+    arrays = [
+        leaf
+        for path, leaf in tree_leaves_with_path(upload)
+        if len(path) == 1 and leaf.shape == shape and jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    return arrays[0] if len(arrays) == 1 else None
 
 
 def sent_paths(member: Algorithm, payload: PyTree, upload: PyTree) -> tuple[str, ...]:

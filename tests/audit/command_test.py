@@ -1,6 +1,7 @@
 """Tests of `fedjax-pfl audit` on a run directory."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -31,6 +32,8 @@ def test_the_command_audits_a_run(tmp_path, capsys):
     assert facts["inversion"]["unknown"] == ["fc2"]
     assert 0 <= facts["membership"]["served"]["auc"] <= 1
     assert facts["membership"]["uploaded"] is None  # the head is private
+    assert 0 <= facts["membership"]["body"]["auc"] <= 1
+    assert re.search(r"uploaded body +0\.\d", printed)
     assert pixels(out / "images.png").shape[2] == 3
     run_here("audit", directory, *flags, "--first")
     assert "in round 0" in capsys.readouterr().out
@@ -54,6 +57,7 @@ def test_a_body_that_stays_on_the_client_hides_images(tmp_path, capsys):
     flags = [f"--out={out}", "--iterations=20"]
     run_here("audit", directory, *flags)
     assert "none, because fc1, which reads the pixels, stays" in capsys.readouterr().out
+    assert json.loads((out / "audit.json").read_text())["membership"]["body"] is None
     assert {path.name for path in out.iterdir()} == {"audit.json"}
     run_here("audit", directory, *flags, "--knows_private")
     assert "PSNR in dB. Compared: counts, prototypes." in capsys.readouterr().out

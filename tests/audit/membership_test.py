@@ -1,8 +1,19 @@
 """Tests of the scores of membership inference against counting and numbers by hand."""
 
+import jax
 import numpy as np
+import pytest
 
-from fedjax_pfl.audit.membership import auc, tpr_at_fpr
+from fedjax_pfl.audit.membership import (
+    auc,
+    class_distances,
+    feature_function,
+    split_distances,
+    tpr_at_fpr,
+)
+from fedjax_pfl.audit.server_view import server_view, uploaded_means
+from fedjax_pfl.core.trees import row
+from tests.audit.inversion_test import CTX, DATA, MLP, make_method, new_state
 
 
 def test_auc_is_the_mann_whitney_statistic():
@@ -21,3 +32,67 @@ def test_tpr_at_fpr_by_hand():
     assert tpr_at_fpr(members, others, 0.01) == 2 / 5
     assert tpr_at_fpr(members, others[:20], 0.01) == 1 / 5  # none of 20 may lie below
     assert tpr_at_fpr(others, others, 0.29) == 0.29
+
+
+def test_distances_to_the_mean_of_the_other_examples_by_hand():
+    z = np.array([[0.0, 0], [5, 5], [2, 0], [4, 4]], np.float32)
+    y = np.array([2, 7, 2, 2])
+    # The others of class 2 have means (3, 2), (2, 2) and (1, 0); class 7 has no other.
+    expected = [9 + 4, np.nan, 0 + 4, 9 + 16]
+    np.testing.assert_allclose(class_distances(z, y, None), expected, rtol=1e-12)
+    inside, outside = split_distances([(z[:2], y[:2]), (z[2:], y[2:])], None)
+    assert (inside.tolist(), outside.tolist()) == ([13], [4, 25])
+
+
+def test_distances_to_uploaded_means_by_hand():
+    z, y = np.array([[0.0, 0], [5, 5]], np.float32), np.array([2, 0])
+    means = np.array([[2.0, 1], [9, 9], [0, 3]], np.float32)
+    np.testing.assert_allclose(class_distances(z, y, means), [9, 9 + 16], rtol=1e-12)
+
+
+def test_features_without_knowledge_are_at_chance():
+    """Each example is left out of its own mean, so members and others have equal distances."""
+    rng = np.random.default_rng(0)
+    z, y = rng.normal(size=(4000, 3)), np.arange(4000) % 400
+    inside, outside = split_distances([(z[:3000], y[:3000]), (z[3000:], y[3000:])], None)
+    assert abs(auc(inside, outside) - 0.5) < 0.05  # 4.7 standard errors
+    means = np.stack([z[:3000][y[:3000] == c].mean(0) for c in range(400)])
+    inside, outside = split_distances([(z[:3000], y[:3000]), (z[3000:], y[3000:])], means)
+    assert auc(inside, outside) > 0.55  # each training example is part of its mean
+
+
+@pytest.mark.parametrize(
+    ("name", "has_body", "has_means"),
+    [
+        ("fedavg", True, False),
+        ("fedper", True, False),
+        ("keep_head", True, False),
+        ("pfedfda", True, True),
+        ("lg_fedavg", False, False),
+        ("fedproto", False, True),
+        ("fedtgp", False, True),
+        ("fedgh", False, True),
+        ("local", False, False),
+    ],
+)
+def test_a_server_has_features_only_with_the_uploaded_body(name, has_body, has_means):
+    method = make_method(name, MLP)
+    state = new_state(method, 0.1)
+    payload = method.send(state._replace(clients=()), CTX._replace(data=None))
+    upload = method.train(payload, row(state.clients, 0), CTX).upload
+    variables = dict(MLP.init(CTX.key, DATA.federation.examples()))
+    body = server_view(method, payload, upload, variables).uploaded(variables, MLP.head)
+    means = uploaded_means(upload, (3, 5))
+    assert (body is not None, means is not None) == (has_body, has_means)
+    if name in ("fedtgp", "fedproto"):
+        np.testing.assert_array_equal(means, upload["prototypes"])
+    elif has_means:
+        np.testing.assert_array_equal(means, upload["means"])
+    if has_body:
+        fc1 = jax.device_get(upload["params"]["fc1"])
+        z, y = feature_function(MLP)(body, CTX.data, CTX.data.validation)
+        rows = np.asarray(CTX.data.validation.rows)[: int(CTX.data.validation.size)]
+        x = np.asarray(CTX.data.x)[rows].reshape(len(rows), -1)
+        expected = np.maximum(x @ fc1["kernel"] + fc1["bias"], 0)
+        np.testing.assert_allclose(z, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(y, np.asarray(CTX.data.y)[rows])

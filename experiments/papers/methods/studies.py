@@ -4,8 +4,8 @@ python -m experiments.studies methods leakage
 python -m experiments.studies methods epsilon --seeds=3
 
 leakage  accuracy and what a curious server learns from uploads of runs of 30 rounds; four methods
-         also with privacy. Reconstructed images: PSNR in dB in the first round and after the last.
-         Membership: AUC.
+         also with private gradients, FedAvg also with private uploads. Reconstructed images: PSNR
+         in dB in the first round and after the last. Membership: AUC.
 epsilon  accuracy at epsilon 1, 2, 4, 8 and without privacy, next to training alone; digits, mnist
 """
 
@@ -38,8 +38,12 @@ METHODS = (
     "pfedla",
     "pfedhn_pc",
 )
-NOISED = ("fedavg", "fedper", "pfedla", "pfedhn_pc")  # also run with PRIVACY
 PRIVACY = {"privacy": "example", "privacy_epsilon": 50.0, "privacy_clip_norm": 1.0}
+LOCAL_PRIVACY = {**PRIVACY, "privacy": "local"}
+NOISES = {  # by name: settings, and methods that are also run with them
+    "epsilon 50": (PRIVACY, ("fedavg", "fedper", "pfedla", "pfedhn_pc")),
+    "local epsilon 50": (LOCAL_PRIVACY, ("fedavg",)),
+}
 AUDITED = 1  # clients of each run whose images are reconstructed
 
 
@@ -56,17 +60,19 @@ def leakage() -> tuple[dict[str, Any], Figure]:
         numbers[name] = _audit_runs(results)
         if name != "local" and invert(results[0], 0, iterations=1).unknown:
             worst_case[name] = _psnr(results, knows_private=True)
-        if name in NOISED:
-            config.update(PRIVACY)
-            noised = runs(config, f"leakage-{name}-noised", ROUNDS.value)
-            numbers[f"{name}, epsilon {PRIVACY['privacy_epsilon']:g}"] = _audit_runs(noised)
+        for noise, (settings, methods) in NOISES.items():
+            if name in methods:
+                config.update(settings)
+                noised = runs(config, f"leakage-{name}-{noise}", ROUNDS.value)
+                numbers[f"{name}, {noise}"] = _audit_runs(noised)
+    noises = {noise: settings for noise, (settings, _) in NOISES.items()}
     figure = _scatter(numbers)
-    return {**numbers, "private layers known": worst_case, "noise": PRIVACY}, figure
+    return {**numbers, "private layers known": worst_case, "noise": noises}, figure
 
 
 def _audit_runs(results: Sequence[Result]) -> dict[str, Any]:
     """Returns means and deviations of accuracy, PSNR and AUC over runs; None without an attack."""
-    auc: dict[str, list[float]] = {"AUC served": [], "AUC uploaded": []}
+    auc: dict[str, list[float]] = {"AUC served": [], "AUC uploaded": [], "AUC body": []}
     for result in results:
         inferred = infer_membership(result, range(result.federation.clients))
         for model, scores in inferred.items():
@@ -103,7 +109,8 @@ def _scatter(numbers: Mapping[str, Any]) -> Figure:
         place = row["PSNR last"]["mean"], row["accuracy"]["mean"]
         method, _, noise = name.partition(",")
         label = table_label(method) + noise.replace(" epsilon", ", ε =")
-        axis.plot(*place, markers[method], color=COLOURS[bool(noise)], label=label)
+        colour = COLOURS[0 if not noise else 1 + ("local" in noise)]
+        axis.plot(*place, markers[method], color=colour, label=label)
     axis.set(xlabel="PSNR of reconstructed images, last round (dB)", ylabel="accuracy (%)")
     figure.legend(frameon=False, fontsize=8, loc="outside right upper")
     return figure
