@@ -10,6 +10,11 @@ are used, as in the paper. Δ(x) is computed by the method's own local training,
 noise and compression, and differentiated. Both changes are differences to the upload of the same
 client with no training examples: to the model from which local training starts.
 
+Where ReLUs switch, the first term jumps, and its gradient does not show the jumps. If they are most
+of its change, the search fails. `input_weight` then adds a term without them. With one example and
+one step, the change of a fully connected layer is K = a bᵀ for its weights, where a is its input
+and b the change of its bias. So a = K b / ‖b‖², and ‖a − a(x)‖² / ‖a‖² is continuous in x.
+
 The attacker knows the method, its settings, the download, the labels and the range of pixels.
 Layers that stay on the client, such as a private head, start at the attacker's own random
 initialisation and are optimised with the pixels. All else on the client is assumed to be known, as
@@ -59,6 +64,7 @@ class Attack(NamedTuple):
     rate: float = 0.1  # learning rate for pixels, which lie in [0, 1]
     private_rate: float = 0.01  # learning rate for layers that the attacker lacks
     smoothness: float = 0.01  # w, the weight of the total variation
+    input_weight: float = 0.0  # weight of the relative error of layer inputs
 
 
 def attacked_data(data: ClientData, count: int) -> ClientData:
@@ -143,8 +149,52 @@ def mismatch(
     attack: Attack, exchange: Exchange, images: jax.Array, private: dict[str, jax.Array]
 ) -> jax.Array:
     """Returns 1 − cosine similarity of the two `changes`."""
-    computed, uploaded = changes(attack, exchange, images, private)
+    return _angle(*changes(attack, exchange, images, private))
+
+
+def _angle(computed: jax.Array, uploaded: jax.Array) -> jax.Array:
+    """Returns 1 − cosine similarity of two changes."""
     return 1 - jnp.vdot(computed, uploaded) / (_norm(computed) * _norm(uploaded))
+
+
+def connected_layers(attack: Attack, upload: PyTree) -> list[tuple[str, str]]:
+    """Returns the paths of weights and bias of the compared fully connected layers."""
+    leaves, pairs = by_path(upload), []
+    for path in attack.compared:
+        bias = path.removesuffix("['kernel']") + "['bias']"
+        if path != bias and bias in attack.compared and leaves[path].ndim == 2:
+            pairs.append((path, bias))
+    return pairs
+
+
+def layer_inputs(attack: Attack, upload: PyTree, change: jax.Array) -> list[jax.Array]:
+    """Returns the input a = K b / ‖b‖² of each of the `connected_layers`, from their change.
+
+    With several examples it is a mean of their inputs, weighted by their parts of b. Terms without
+    examples, such as control variates, change it.
+
+    Args:
+      attack: Knowledge of the attacker.
+      upload: Only paths and shapes matter.
+      change: One of the `changes`.
+    """
+    leaves = by_path(upload)
+    ends = np.cumsum([leaves[path].size for path in attack.compared])[:-1]
+    parts = dict(zip(attack.compared, jnp.split(change, ends), strict=True))
+    return [
+        parts[kernel].reshape(leaves[kernel].shape) @ parts[bias] / _norm(parts[bias]) ** 2
+        for kernel, bias in connected_layers(attack, upload)
+    ]
+
+
+def input_error(
+    attack: Attack, upload: PyTree, computed: jax.Array, uploaded: jax.Array
+) -> jax.Array:
+    """Returns the relative squared error of the `layer_inputs` of two changes."""
+    a, b = (
+        jnp.concatenate(layer_inputs(attack, upload, change)) for change in (computed, uploaded)
+    )
+    return jnp.sum(jnp.square(a - b)) / _norm(b) ** 2
 
 
 def _norm(x: jax.Array) -> jax.Array:
@@ -165,8 +215,12 @@ def reconstruct(attack: Attack, exchange: Exchange, pixels: Pixels, key: jax.Arr
 
     def attempt(exchange: Exchange, key: jax.Array) -> Reconstruction:
         def objective(images: jax.Array, private: dict[str, jax.Array]) -> Any:
-            value = mismatch(attack, exchange, pixels.to_stored(images), private)
-            return value + attack.smoothness * total_variation(images), value
+            pair = changes(attack, exchange, pixels.to_stored(images), private)
+            value = _angle(*pair)
+            total = value + attack.smoothness * total_variation(images)
+            if attack.input_weight:
+                total += attack.input_weight * input_error(attack, exchange.upload, *pair)
+            return total, value
 
         network_key, image_key = jax.random.split(key)
         images, private = jax.random.uniform(image_key, shape), attack.init_private(network_key)

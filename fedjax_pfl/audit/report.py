@@ -107,6 +107,7 @@ def invert(
     steps: int = 1,
     iterations: int = 1000,
     knows_private: bool = False,
+    compare_inputs: bool = False,
 ) -> Inversion:
     """Reconstructs training images of a client from its upload in one round.
 
@@ -120,6 +121,8 @@ def invert(
       steps: Gradient steps of the client.
       iterations: Optimisation steps of the attacker.
       knows_private: The attacker also knows the layers that stay on the client.
+      compare_inputs: The attacker also compares the inputs of fully connected layers, which it
+        computes from their changes. Raises UsageError if the upload has no such layer.
     """
     phase = _short_training(result.phases[0 if first else -1], examples, steps)
     state = phase.rounds.init(phase.key) if first else result.state
@@ -147,7 +150,12 @@ def invert(
         compared=sent_paths(member, payload, upload),
         init_private=init_private,
         iterations=iterations,
+        input_weight=float(compare_inputs),
     )
+    if compare_inputs and not inversion.connected_layers(attack, upload):
+        raise UsageError(
+            "the upload has no fully connected layer with a bias; leave compare_inputs out"
+        )
     x, y = attack.data.x, attack.data.y
     exchange = inversion.Exchange(payload, state, upload, x, y, client, t)
     pixels, labels = _pixel_range(data), _labels(attack.data)

@@ -51,6 +51,12 @@ def define_flags(options: flags.FlagValues) -> None:
         "The attacker also knows the layers that stay on the client: the worst case.",
         flag_values=options,
     )
+    flags.DEFINE_bool(
+        "compare_inputs",
+        False,
+        "Also compare the inputs of fully connected layers, if the search for images fails.",
+        flag_values=options,
+    )
     define_data_dir(options)
 
 
@@ -75,6 +81,7 @@ def write_audit(call: Call) -> None:
         steps=options.steps,
         iterations=options.iterations,
         knows_private=options.knows_private,
+        compare_inputs=options.compare_inputs,
     )
     folder = Path(options.out)
     try:

@@ -35,7 +35,7 @@ def test_the_command_audits_a_run(tmp_path, capsys):
     assert 0 <= facts["membership"]["body"]["auc"] <= 1
     assert re.search(r"uploaded body +0\.\d", printed)
     assert pixels(out / "images.png").shape[2] == 3
-    run_here("audit", directory, *flags, "--first")
+    run_here("audit", directory, *flags, "--first", "--compare_inputs")
     assert "in round 0" in capsys.readouterr().out
 
     assert message(run_here, "audit", out) == "say where the files go: --out=FOLDER"
@@ -62,6 +62,8 @@ def test_a_body_that_stays_on_the_client_hides_images(tmp_path, capsys):
     run_here("audit", directory, *flags, "--knows_private")
     assert "PSNR in dB. Compared: counts, prototypes." in capsys.readouterr().out
     assert len(json.loads((out / "audit.json").read_text())["inversion"]["psnr"]) == 1
+    line = message(run_here, "audit", directory, *flags, "--knows_private", "--compare_inputs")
+    assert line == "the upload has no fully connected layer with a bias; leave compare_inputs out"
 
 
 def test_examples_must_be_images(tmp_path):

@@ -119,6 +119,40 @@ def test_the_true_image_has_the_uploaded_change(name):
     assert jnp.any(slope)
 
 
+@pytest.mark.parametrize("name", ["fedavg", "fedper", "pfedla"])
+def test_changes_tell_the_inputs_of_fully_connected_layers(name):
+    """The weights change by a bᵀ, with the input a and the change b of the bias."""
+    x, _ = example()
+    method = make_method(name, MLP)
+    attack, round_of_client, _ = exchange(method, new_state(method, 0.1), MLP)
+    upload = round_of_client.upload
+    computed, uploaded = inversion.changes(attack, round_of_client, x, {})
+    pixels, *hidden = inversion.layer_inputs(attack, upload, uploaded)
+    np.testing.assert_allclose(pixels, np.ravel(x), atol=1e-3)
+    assert len(hidden) == (name != "fedper")  # its head is private
+    assert inversion.input_error(attack, upload, computed, uploaded) < 1e-5
+    other, _ = inversion.changes(attack, round_of_client, x + 0.5, {})
+    error = inversion.input_error(attack, upload, other, uploaded)
+    first = np.concatenate([np.ravel(x), *hidden])
+    second = np.concatenate(inversion.layer_inputs(attack, upload, other))
+    np.testing.assert_allclose(error, np.sum((first - second) ** 2) / np.sum(first**2), rtol=1e-3)
+    assert error > 0.1
+
+
+def test_the_search_adds_the_error_of_layer_inputs():
+    method = make_method("fedavg", MLP)
+    settings = {"iterations": 1, "restarts": 1, "smoothness": 0.0}
+    attack, round_of_client, _ = exchange(method, new_state(method, 0.1), MLP, **settings)
+    for weight in (0.0, 2.0):
+        weighted = attack._replace(input_weight=weight)
+        attempt = inversion.reconstruct(weighted, round_of_client, PIXELS, jax.random.key(0))
+        pair = inversion.changes(attack, round_of_client, attempt.images, {})
+        error = inversion.input_error(attack, round_of_client.upload, *pair)
+        assert error > 0.01
+        expected = attempt.mismatch + weight * error
+        np.testing.assert_allclose(attempt.objective, expected, rtol=1e-4)
+
+
 def test_fedfomo_starts_from_the_clients_own_mixture():
     """Its change is the negative gradient there, times the learning rate."""
     x, y = example()

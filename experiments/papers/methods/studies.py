@@ -44,6 +44,7 @@ NOISES = {  # by name: settings, and methods that are also run with them
     "epsilon 50": (PRIVACY, ("fedavg", "fedper", "pfedla", "pfedhn_pc")),
     "local epsilon 50": (LOCAL_PRIVACY, ("fedavg",)),
 }
+COMPARED_INPUTS = ("pfedhn_pc",)  # the first round is also attacked with `compare_inputs`
 AUDITED = 1  # clients of each run whose images are reconstructed
 
 
@@ -51,6 +52,7 @@ def leakage() -> tuple[dict[str, Any], Figure]:
     """Audits a run of each method; PSNR is a mean over one image of each run."""
     numbers: dict[str, Any] = {}
     worst_case: dict[str, Any] = {}  # the attacker knows the private layers
+    inputs: dict[str, Any] = {}
     for name in study.select_methods(METHODS):
         config = baseline.get_config(f"{name}-{DATASET.value}")
         config.update(learning_rate=0.05, evaluate_after=False)
@@ -60,6 +62,11 @@ def leakage() -> tuple[dict[str, Any], Figure]:
         numbers[name] = _audit_runs(results)
         if name != "local" and invert(results[0], 0, iterations=1).unknown:
             worst_case[name] = _psnr(results, knows_private=True)
+        if name in COMPARED_INPUTS:
+            inputs[name] = {
+                head: _mean_psnr(results, first=True, compare_inputs=True, knows_private=knows)
+                for head, knows in (("PSNR first", False), ("private layers known", True))
+            }
         for noise, (settings, methods) in NOISES.items():
             if name in methods:
                 config.update(settings)
@@ -67,7 +74,8 @@ def leakage() -> tuple[dict[str, Any], Figure]:
                 numbers[f"{name}, {noise}"] = _audit_runs(noised)
     noises = {noise: settings for noise, (settings, _) in NOISES.items()}
     figure = _scatter(numbers)
-    return {**numbers, "private layers known": worst_case, "noise": noises}, figure
+    extra = {"private layers known": worst_case, "inputs compared": inputs, "noise": noises}
+    return {**numbers, **extra}, figure
 
 
 def _audit_runs(results: Sequence[Result]) -> dict[str, Any]:
@@ -86,16 +94,20 @@ def _audit_runs(results: Sequence[Result]) -> dict[str, Any]:
 
 def _psnr(results: Sequence[Result], *, knows_private: bool = False) -> dict[str, Any]:
     """Returns mean and deviation of the PSNR in the first and the last round, or None."""
-    columns = {}
-    for head, first in (("PSNR first", True), ("PSNR last", False)):
-        inversions = [
-            invert(result, client, first=first, knows_private=knows_private)
-            for result in results
-            for client in range(AUDITED)
-        ]
-        values = [value for inversion in inversions for value in inversion.psnr]
-        columns[head] = mean_std(values) if values else None
-    return columns
+    rounds = {"PSNR first": True, "PSNR last": False}
+    return {
+        head: _mean_psnr(results, first=first, knows_private=knows_private)
+        for head, first in rounds.items()
+    }
+
+
+def _mean_psnr(results: Sequence[Result], **settings: Any) -> dict[str, Any] | None:
+    """Returns mean and deviation of the PSNR by `invert` with these settings, or None."""
+    inversions = [
+        invert(result, client, **settings) for result in results for client in range(AUDITED)
+    ]
+    values = [value for inversion in inversions for value in inversion.psnr]
+    return mean_std(values) if values else None
 
 
 def _scatter(numbers: Mapping[str, Any]) -> Figure:
