@@ -40,8 +40,8 @@ def test_distances_to_the_mean_of_the_other_examples_by_hand():
     # The others of class 2 have means (3, 2), (2, 2) and (1, 0); class 7 has no other.
     expected = [9 + 4, np.nan, 0 + 4, 9 + 16]
     np.testing.assert_allclose(class_distances(z, y, None), expected, rtol=1e-12)
-    inside, outside = split_distances([(z[:2], y[:2]), (z[2:], y[2:])], None)
-    assert (inside.tolist(), outside.tolist()) == ([13], [4, 25])
+    member_values, other_values = split_distances([(z[:2], y[:2]), (z[2:], y[2:])], None)
+    assert (member_values.tolist(), other_values.tolist()) == ([13], [4, 25])
 
 
 def test_distances_to_uploaded_means_by_hand():
@@ -54,11 +54,15 @@ def test_features_without_knowledge_are_at_chance():
     """Each example is left out of its own mean, so members and others have equal distances."""
     rng = np.random.default_rng(0)
     z, y = rng.normal(size=(4000, 3)), np.arange(4000) % 400
-    inside, outside = split_distances([(z[:3000], y[:3000]), (z[3000:], y[3000:])], None)
-    assert abs(auc(inside, outside) - 0.5) < 0.05  # 4.7 standard errors
+    member_values, other_values = split_distances(
+        [(z[:3000], y[:3000]), (z[3000:], y[3000:])], None
+    )
+    assert abs(auc(member_values, other_values) - 0.5) < 0.05  # 4.7 standard errors
     means = np.stack([z[:3000][y[:3000] == c].mean(0) for c in range(400)])
-    inside, outside = split_distances([(z[:3000], y[:3000]), (z[3000:], y[3000:])], means)
-    assert auc(inside, outside) > 0.55  # each training example is part of its mean
+    member_values, other_values = split_distances(
+        [(z[:3000], y[:3000]), (z[3000:], y[3000:])], means
+    )
+    assert auc(member_values, other_values) > 0.55  # each training example is part of its mean
 
 
 @pytest.mark.parametrize(
