@@ -17,6 +17,7 @@ from fedjax_pfl.core.task import Task, classification
 
 PyTree = Any
 _BLOCK = 32  # clients whose rows are computed at a time
+_LARGE_BLOCK = 128  # clients of a product with the rows of all clients
 _NOBODY = np.iinfo(np.int32).max  # an id out of range
 
 
@@ -92,17 +93,12 @@ class Cohort(NamedTuple):
         Like `put`, without the new rows of all clients in memory: it computes a block of clients at
         a time. `f` is written for one client; `inputs` are trees with leaves [K, ...].
         """
-        count = len(self.ids)
-        step = min(count, _BLOCK)
+        step, blocks = self._blocks(_BLOCK)
 
         def update_block(b: Any, all_rows: PyTree) -> PyTree:
-            start = jnp.minimum(b * step, count - step)  # the last block overlaps the one before
-            ids, *block = jax.tree.map(
-                lambda a: jax.lax.dynamic_slice_in_dim(a, start, step), (self.ids, *inputs)
-            )
+            start, (ids, *block) = self._block(b, step, (self.ids, *inputs))
             is_new = start + jnp.arange(step) >= b * step
-            old = trees.row(all_rows, ids)
-            new = jax.vmap(f)(old, *block)
+            new = jax.vmap(f)(trees.row(all_rows, ids), *block)
             return trees.put(all_rows, jnp.where(is_new, ids, _NOBODY), new)
 
         if offload.offloaded_leaves(rows):
@@ -112,8 +108,40 @@ class Cohort(NamedTuple):
                 batch_size=step,
             )
             return self.put(rows, new)
-        blocks = jnp.where(self.arrived.any(), -(-count // step), 0)
-        return jax.lax.fori_loop(0, blocks, update_block, rows)
+        return jax.lax.fori_loop(0, jnp.where(self.arrived.any(), blocks, 0), update_block, rows)
+
+    def map(self, f: Callable[..., PyTree], *inputs: PyTree) -> PyTree:
+        """Returns f(*inputs) of each of the K clients, leaves [K, ...].
+
+        Like vmap, without what `f` computes for all clients in memory: it computes a block of
+        clients at a time, large enough for fast products with the rows of all clients.
+        """
+        step, blocks = self._blocks(_LARGE_BLOCK)
+
+        def map_block(b: Any, results: PyTree) -> PyTree:
+            start, block = self._block(b, step, inputs)
+            return jax.tree.map(
+                lambda a, new: jax.lax.dynamic_update_slice_in_dim(a, new, start, 0),
+                results,
+                jax.vmap(f)(*block),
+            )
+
+        shapes = jax.eval_shape(jax.vmap(f), *inputs)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return jax.lax.fori_loop(0, blocks, map_block, zeros)
+
+    def _blocks(self, most: int) -> tuple[int, int]:
+        """Returns the clients in a block, at most `most`, and the number of blocks."""
+        blocks = -(-len(self.ids) // most)
+        return -(-len(self.ids) // blocks), blocks
+
+    def _block(self, b: Any, step: int, tree: PyTree) -> tuple[jax.Array, PyTree]:
+        """Returns the first slot of block `b` and the block of each leaf [K, ...].
+
+        The last block overlaps the one before if K is no multiple of `step`.
+        """
+        start = jnp.minimum(b * step, len(self.ids) - step)
+        return start, jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, step), tree)
 
     def present(self, tree: PyTree) -> PyTree:
         """Returns a tree, leaves [K, ...], with zeros in the slots of absent clients."""

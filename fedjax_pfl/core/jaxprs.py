@@ -42,6 +42,21 @@ def inner_programs(equation: Any) -> Iterator[Jaxpr]:
     yield from core.jaxprs_in_params(equation.params)
 
 
+def depends_on(f: Callable[..., Any], argument: Any, *others: Any) -> bool:
+    """Returns True if f(argument, *others) depends on a leaf of `argument`.
+
+    `f` returns a tree and is only traced. The arguments are trees of arrays or shapes.
+    """
+    leaves, structure = jax.tree.flatten((argument, others))
+
+    def flat(*leaves: Any) -> list[Any]:
+        argument, others = jax.tree.unflatten(structure, leaves)
+        return jax.tree.leaves(f(argument, *others))
+
+    _, is_used = prune(jax.make_jaxpr(flat)(*leaves).jaxpr)
+    return any(is_used[: len(jax.tree.leaves(argument))])
+
+
 def with_used_arguments(
     f: Callable[..., list[Any]], shapes: Sequence[Any]
 ) -> Callable[[Callable[[int], Any]], list[Any]]:

@@ -1,10 +1,10 @@
 """Server-side rows of clients that may be stored off the device, and how methods read them.
 
 A method lists parts of its rows in `Algorithm.offload`. It reads these parts only through
-`take_rows`, `weighted_sum` and `map_clients`, and writes them only through `Cohort.put` and
-`Cohort.update`. For
-arrays on the device the three are plain array operations. For parts stored on the host or on disk,
-the leaves are `Offloaded`: the program requests the rows that it needs, all rows block by block.
+`take_rows`, `weighted_sum`, `dot_products` and `map_clients`, and writes them only through
+`Cohort.put` and `Cohort.update`. For arrays on the device these are plain array operations. For
+parts stored on the host or on disk, the leaves are `Offloaded`: the program requests the rows that
+it needs, all rows block by block.
 """
 
 import math
@@ -112,6 +112,29 @@ def _sum(leaf: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.tensordot(weights, leaf, 1, precision="highest")
 
 
+def dot_products(tree: PyTree, vectors: PyTree) -> PyTree:
+    """Computes ⟨x_j, v⟩ of every row x_j of each leaf [N, ...]. Returns leaves of shape [N].
+
+    Args:
+      tree: Leaves of shape [N, ...], arrays or all `Offloaded`.
+      vectors: Tree with one array v [...] per leaf.
+    """
+    leaves, structure = _flatten(tree)
+    flat = structure.flatten_up_to(vectors)
+    if any(map(is_offloaded, leaves)):
+        return jax.tree.unflatten(structure, _blocked_map(_Leaves(leaves), partial(_dots, flat)))
+    # The rows come first: XLA would copy all of them if they were the second factor of a product.
+    products = [
+        jnp.dot(leaf.reshape(len(leaf), -1), vector.reshape(-1), precision="highest")
+        for leaf, vector in zip(leaves, flat, strict=True)
+    ]
+    return jax.tree.unflatten(structure, products)
+
+
+def _dots(vectors: list[jax.Array], row: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.vdot(x, v, precision="highest") for x, v in zip(row, vectors, strict=True)]
+
+
 def map_clients(f: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
     """Returns f(row) for the row of every client, stacked to [N, ...].
 
@@ -201,12 +224,7 @@ def _sum_forward(leaves: _Leaves, weights: list[jax.Array]) -> tuple[list[jax.Ar
 
 def _sum_backward(leaves: _Leaves, _: None, slopes: list[jax.Array]) -> tuple[list[jax.Array]]:
     """Returns the gradient in the weights, [N] per leaf, of sums with gradients `slopes`."""
-
-    def inner(row: list[jax.Array]) -> list[jax.Array]:
-        pairs = zip(row, slopes, strict=True)
-        return [jnp.vdot(x, g, precision="highest") for x, g in pairs]
-
-    return (_blocked_map(leaves, inner),)
+    return (_blocked_map(leaves, partial(_dots, slopes)),)
 
 
 _blocked_sum.defvjp(_sum_forward, _sum_backward)

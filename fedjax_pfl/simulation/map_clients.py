@@ -66,7 +66,7 @@ def map_clients(
     before: Work | None = None,
     read: PyTree = (),
     *,
-    block: int = _BLOCK_CLIENTS,
+    block: int | None = None,
     is_spread: bool = False,
 ) -> PyTree:
     """Computes f(shared, item) for every item. Returns the results stacked on axis 0, [n, ...].
@@ -81,7 +81,7 @@ def map_clients(
       before: Function of `read` and one item, vmapped over a block of clients, which can be many
         chunks. The result is f(shared, (item, before(read, item))). Default: f gets the item alone.
       read: Arrays that `before` reads, the same for all items.
-      block: Most clients in a block, if they are more than in a chunk.
+      block: Most clients in a block, if they are more than in a chunk. Default: 128.
       is_spread: Whether `read` is spread over the mesh. Then XLA computes `before`.
     """
     f = jax.jit(f, inline=True)  # traced once, for result shapes and for the computation
@@ -92,7 +92,7 @@ def map_clients(
         before = jax.jit(before, inline=True)
         result = jax.eval_shape(before, read, trees.row(items, 0))
         size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(result))
-        shape = layout(n, chunk, mesh, min(block, _BLOCK_BYTES // max(1, size)))
+        shape = layout(n, chunk, mesh, min(block or _BLOCK_CLIENTS, _BLOCK_BYTES // max(1, size)))
     padding = shape.devices * shape.per_device - n
     items, use = jax.tree.map(
         lambda a: jnp.pad(a, ((0, padding), *((0, 0),) * (a.ndim - 1))), (items, use)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core import jaxprs, local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, PyTree, State
 from fedjax_pfl.core.examples import ClientData, FederatedData, Split, client_data
 from fedjax_pfl.core.randomness import PERSONAL, SEND, TRAIN, stage_key
@@ -56,15 +56,34 @@ def score_cohort(
     """
     ids, present = batch.slots
     member = spec.members[g]
-
-    def score(shared: SharedInputs, item: Item) -> Evaluation:
-        return _scores(spec, member, shared, item, _served(spec, member, shared, item))
-
     shared, items = (
         SharedInputs(key=key, state=state, data=batch.data, t=t),
         (ids, batch.places, batch.clients),
     )
-    scores = map_clients(score, shared, items, present, spec.chunk, spec.mesh)
+    if not jax.tree.leaves(state.rows) or _reads_examples(member, shared, items):
+
+        def score(shared: SharedInputs, item: Item) -> Evaluation:
+            return _scores(spec, member, shared, item, _served(spec, member, shared, item))
+
+        scores = map_clients(score, shared, items, present, spec.chunk, spec.mesh)
+        return _zero_unless(present, scores)
+
+    def score_served(
+        shared: SharedInputs, item_and_served: tuple[Item, tuple[PyTree, PyTree]]
+    ) -> Evaluation:
+        return _scores(spec, member, shared, *item_and_served)
+
+    # Methods that mix models read the rows of all clients once for many clients.
+    scores = map_clients(
+        score_served,
+        shared._replace(state=None),
+        items,
+        present,
+        spec.chunk,
+        spec.mesh,
+        partial(_served, spec, member),
+        shared,
+    )
     return _zero_unless(present, scores)
 
 
@@ -77,6 +96,7 @@ def _score_spread(
     """
     member, state = spec.members[g], shared.state
     has_rows = bool(jax.tree.leaves(state.rows))
+    server_inputs = shared._replace(state=state._replace(clients=()))
 
     def read_rows(state: State, i: jax.Array) -> tuple[PyTree, Any]:
         """Returns the client's state and, if models depend on rows, its model and payload."""
@@ -92,19 +112,35 @@ def _score_spread(
         served = served if has_rows else _served(spec, member, shared, item)
         return _scores(spec, member, shared, item, served)
 
+    is_tuned = _reads_examples(member, server_inputs, (ids, ids, state.clients[g]))
     scores = map_clients(
         score,
-        shared._replace(state=None if has_rows else state._replace(clients=())),
+        shared._replace(state=None) if has_rows else server_inputs,
         ids,
         present,
         spec.chunk,
         spec.mesh,
         read_rows,
         state,
-        block=spec.chunk,  # models may be personalised by training
+        block=spec.chunk if is_tuned else None,
         is_spread=True,
     )
     return _zero_unless(present, scores)
+
+
+def _reads_examples(member: Algorithm, shared: SharedInputs, items: Item) -> bool:
+    """Returns True if personalised models depend on examples, as after fine-tuning.
+
+    Args:
+      member: Algorithm of the clients' group.
+      shared: Inputs that all clients share, with a state without clients.
+      items: Ids, indices in the data and client-side states, leaves [K, ...].
+    """
+
+    def model(data: FederatedData, shared: SharedInputs, items: Item) -> PyTree:
+        return _model(member, shared._replace(data=data), trees.row(items, 0))
+
+    return jaxprs.depends_on(model, shared.data, shared._replace(data=None), items)
 
 
 def _zero_unless(present: jax.Array, scores: Evaluation) -> Evaluation:
@@ -119,14 +155,21 @@ def _served(
     The download is None if models are not evaluated after local training. `member` is the algorithm
     of the client's group.
     """
-    (key, state, data, t), (i, place, client) = shared, item
-    ctx = ClientContext(i=i, data=client_data(data, place), t=t, key=stage_key(key, PERSONAL, t, i))
-    model = member.personalize(state, client, ctx)
+    key, state, _, t = shared
+    model = _model(member, shared, item)
     if not spec.evaluate_after:
         return model, None
+    i = item[0]
     return model, member.send(
         state, ClientContext(i=i, data=None, t=t, key=stage_key(key, SEND, t, i))
     )
+
+
+def _model(member: Algorithm, shared: SharedInputs, item: Item) -> PyTree:
+    """Returns a client's personalised model; arguments are those of `_served`."""
+    (key, state, data, t), (i, place, client) = shared, item
+    ctx = ClientContext(i=i, data=client_data(data, place), t=t, key=stage_key(key, PERSONAL, t, i))
+    return member.personalize(state, client, ctx)
 
 
 def _scores(

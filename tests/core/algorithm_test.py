@@ -70,6 +70,18 @@ def test_update_changes_every_row_once_in_overlapping_blocks(monkeypatch):
         np.testing.assert_array_equal(updated["w"], expected)
 
 
+def test_map_equals_a_loop_in_blocks(monkeypatch):
+    """Three clients in two blocks of two, which overlap."""
+    monkeypatch.setattr(algorithm, "_LARGE_BLOCK", 2)
+    step = jnp.array([[1.0], [2.0], [4.0]])
+    result = make_cohort([1] * 6).map(
+        lambda upload, factor: {"w": factor * upload["w"], "sum": upload["w"].sum()}, UPLOADS, step
+    )
+    w = np.asarray(UPLOADS["w"])
+    np.testing.assert_array_equal(result["w"], w * np.asarray(step))
+    np.testing.assert_array_equal(result["sum"], w.sum(1))
+
+
 @pytest.mark.slow("a program for each of six methods")
 @pytest.mark.parametrize(
     "name", ["fedavg", "per_fedavg", "fedrep", "fedem", "fedmn", "clustered_fl"]

@@ -62,12 +62,13 @@ WEIGHTS = {"a": jnp.sin(jnp.arange(N, dtype=jnp.float32)), "b": jnp.linspace(0, 
 
 
 def read_all(rows: Any, i: Any, weights: Any) -> Any:
-    """Reads one row, two rows, two weighted sums and a value of every row."""
+    """Reads one row, two rows, two weighted sums, products and a value of every row."""
     return (
         trees.row(rows, i),
         offload.take_rows(rows, jnp.array([i, 0])),
         offload.weighted_sum(rows, weights["a"]),
         offload.weighted_sum(rows, weights),
+        offload.dot_products(rows, trees.row(rows, i)),
         offload.map_clients(squares, rows),
     )
 
@@ -79,6 +80,9 @@ def test_reads_equal_arrays(block):
     values = read(offloaded(source), ids, WEIGHTS)
     chex.assert_trees_all_close(values, read(ROWS, ids, WEIGHTS), rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(values[0]["a"], ROWS["a"][[6, 0, 3]])
+    flat = {name: x.reshape(N, -1).astype(np.float64) for name, x in ROWS.items()}
+    expected = {name: x[[6, 0, 3]] @ x.T for name, x in flat.items()}
+    chex.assert_trees_all_close(values[4], expected, rtol=1e-5, atol=1e-5)
     step = max(1, min(N, block // 28))
     assert max(source.reads) <= max(step, 6)  # never all rows, unless they fit in one block
 

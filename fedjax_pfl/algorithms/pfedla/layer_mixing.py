@@ -60,6 +60,22 @@ def mix(theta: PyTree, weights: jax.Array, layers: LayerRows) -> PyTree:
     return offload.weighted_sum(theta, jax.tree.map(lambda row: weights[row], layers.of_leaf))
 
 
+def weight_slopes(theta: PyTree, delta: PyTree, layers: LayerRows) -> jax.Array:
+    """Computes (∂θ̄/∂α)ᵀ Δ of `mix`: ⟨θ_j^l, Δ^l⟩ for layer l and model j. Returns [L, N].
+
+    Args:
+      theta: Parameters of N models, leaves of shape [N, ...].
+      delta: Change of one model, in the structure of its parameters.
+      layers: Row of each layer.
+    """
+    sums: dict[int, jax.Array] = {}
+    products = offload.dot_products(theta, delta)
+    pairs = zip(jax.tree.leaves(layers.of_leaf), jax.tree.leaves(products), strict=True)
+    for row, product in pairs:
+        sums[row] = sums[row] + product if row in sums else product
+    return jnp.stack([sums[row] for row in range(layers.number)])
+
+
 def check_layer_mixing(
     federation: Federation,
     layers: int,

@@ -30,7 +30,13 @@ import optax
 from fedjax_pfl.algorithms.pfedla import candidates as mixing_candidates
 from fedjax_pfl.algorithms.pfedla.candidates import CandidateTable, MixingInputs
 from fedjax_pfl.algorithms.pfedla.diagnostics import DIAGNOSTICS, PICTURES
-from fedjax_pfl.algorithms.pfedla.layer_mixing import check_layer_mixing, largest, layer_rows, mix
+from fedjax_pfl.algorithms.pfedla.layer_mixing import (
+    check_layer_mixing,
+    largest,
+    layer_rows,
+    mix,
+    weight_slopes,
+)
 from fedjax_pfl.algorithms.pfedla.layer_weights import LayerWeights, normalised
 from fedjax_pfl.algorithms.shared.initial_state import (
     initial_momentum,
@@ -156,23 +162,24 @@ def pfedla(
 
         def alpha_slopes(i: jax.Array, payload: PyTree, upload: PyTree) -> jax.Array:
             """Returns (∂θ̄_i/∂α_i)ᵀ Δθ_i of client i, [L, N]."""
-            stored = inputs(rows, i)
             delta = jax.tree.map(jnp.subtract, upload["params"], payload["params"])
-            zeros = jnp.zeros((layers.number, columns))
-            _, pull_back = jax.vjp(lambda weights: mix(stored.models, weights, layers), zeros)
-            return pull_back(delta)[0]
+            return weight_slopes(inputs(rows, i).models, delta, layers)
 
-        def updated_psi(psi: PyTree, i: jax.Array, slopes: jax.Array) -> PyTree:
-            """Returns psi of client i after a step along the change of its model."""
+        def updated_row(
+            row: ServerState, i: jax.Array, slopes: jax.Array, params: PyTree, table: Any
+        ) -> ServerState:
+            """Returns the row of client i, with psi after a step along the change of its model."""
             stored = inputs(rows, i)
-            _, pull_back = jax.vjp(lambda psi: alpha(psi, stored), psi)
-            return optax.tree.add_scale(psi, rate, pull_back(slopes)[0])
+            _, pull_back = jax.vjp(lambda psi: alpha(psi, stored), row.psi)
+            psi = optax.tree.add_scale(row.psi, rate, pull_back(slopes)[0])
+            return ServerState(params, psi, table)
 
-        slopes = jax.vmap(alpha_slopes)(cohort.ids, cohort.payloads, cohort.uploads)
-        psi = cohort.update(rows.psi, updated_psi, cohort.ids, slopes)
+        slopes = cohort.map(alpha_slopes, cohort.ids, cohort.payloads, cohort.uploads)
         table = mixing_candidates.updated_rows(rows.candidates, cohort, federation)
-        theta, table = cohort.put((rows.theta, rows.candidates), (cohort.uploads["params"], table))
-        return state.server, ServerState(theta, psi, table)
+        # One update of all parts: XLA copies the stored models unless their new values depend on
+        # the last use of the old ones.
+        new = cohort.update(rows, updated_row, cohort.ids, slopes, cohort.uploads["params"], table)
+        return state.server, new
 
     def personalize(state: State, client: ClientState, ctx: ClientContext) -> PyTree:
         return {"params": send(state, ctx)["params"], **client.model_state}
