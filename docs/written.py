@@ -3,8 +3,8 @@
 A page holds <!-- begin MARK ARGUMENT ... -->, the generated text, and <!-- end -->. The marks are
 docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., listing KIND,
 tables, speed FILE, profile FILE FILE, rounds FILE RIVAL, libraries FILE, accuracies FILE,
-memory FILE, agreed FILE, leaderboard COLUMN, stress, summary, privacy, released, correlated,
-cells TABLE COLUMN,... ROW ....
+memory FILE, server FILE, agreed FILE, leaderboard COLUMN, stress, summary, privacy, released,
+correlated, cells TABLE COLUMN,... ROW ....
 
 A name that does not exist in the code is an error. A test checks that pages are up to date.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from experiments import agree, benchmark, correlated_noise
-from experiments.libraries import layouts, rivals, roofline, scored
+from experiments.libraries import layouts, rivals, roofline, scored, server_share
 from experiments.papers import agreement
 from experiments.papers.tables import TABLES
 from fedjax_pfl.algorithms import METHODS, Method
@@ -377,6 +377,7 @@ MARKS: dict[str, Callable[..., str]] = {
     "libraries": libraries,
     "accuracies": accuracies,
     "memory": memory,
+    "server": lambda name: text_tables.markdown([server_share.table(_load(name))]),
     "agreed": agreed,
     "leaderboard": leaderboard,
     "privacy": privacy,

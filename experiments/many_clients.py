@@ -8,6 +8,12 @@ and takes two steps of 20 per round, in cohorts of 100. One round warms up; then
 rounds and an evaluation. The same step with ten clients on the device runs in turns with them.
 Times are CPU seconds of all cores, which excludes other work on the machine.
 
+--server measures instead what part of a round the server takes, with all cores and 20 steps of 32
+images per client; see `experiments.libraries.server_share`.
+
+python -m experiments.many_clients --server --methods=pfedla --clients=10,1000 --cohort=1000
+                                   --rounds=2 --store=sharded
+
 --pfllib=CHECKOUT and --fl_bench=CHECKOUT measure instead the memory that those libraries need for
 two rounds of FedAvg on LeNet, up to --most GiB each.
 """
@@ -19,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,65 +33,28 @@ import jax
 import numpy as np
 from absl import flags
 
-from experiments.libraries import rivals
+from experiments.libraries import rivals, server_share
+from experiments.libraries.pool_rounds import BATCH, CALL, MODELS, POOL, TRAIN, make_functions
 from experiments.libraries.rivals import Child, Gone
 from experiments.libraries.work import Work, parameters, peak_memory
 from fedjax_pfl.cli.command import run_script
-from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.networks import LeNet
-from fedjax_pfl.networks.mlp import MLP
 from fedjax_pfl.settings import configuration
+from fedjax_pfl.simulation.devices import prepare_devices
 from fedjax_pfl.simulation.on_device import DeviceProgram
-from fedjax_pfl.simulation.records import RoundFunctions
-from fedjax_pfl.simulation.rounds import compile_rounds, round_functions
+from fedjax_pfl.simulation.programs import STORES
+from fedjax_pfl.simulation.rounds import compile_rounds
 from fedjax_pfl.simulation.stores import ClientStore
 from fedjax_pfl.simulation.streamed import StreamedProgram
 
-_POOL, _TRAIN, _TEST, _BATCH, _CALL = 20_000, 40, 10, 20, 5
-_STEPS = _TRAIN // _BATCH
+_STEPS = TRAIN // BATCH
 _FOLDER = os.environ.get("TMPDIR")
 _LIBRARIES = ("pfllib", "fl_bench")
 _SETTINGS: dict[str, dict[str, Any]] = {
     "pfedhn": {"embedding": 64},
     "pfedla": {"candidates": 10, "embedding": 16, "hidden": 16, "depth": 1},
 }
-# Network and shape of its images, by name.
-_MODELS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
-    "lenet": (LeNet, (32, 32, 3)),
-    "mlp": (MLP, (8, 8, 1)),
-}
-
-
-def make_functions(
-    method: str, clients: int, cohort: int, model: str = "lenet"
-) -> tuple[RoundFunctions, FederatedData]:
-    """Returns the rounds of a method, and the clients' examples."""
-    rng, (network, shape) = np.random.default_rng(0), _MODELS[model]
-    images = rng.integers(0, 256, (_POOL, *shape), np.uint8)
-    labels = rng.integers(0, 10, _POOL, np.int32)
-
-    def split(examples: int) -> Split:
-        rows = rng.integers(0, _POOL, (clients, max(1, examples)), np.int32)
-        return Split(rows, np.full(clients, examples, np.int32))
-
-    scale, shift = (np.full((1, 1, 1, 1), value, np.float32) for value in (1 / 64, -2.0))
-    data = FederatedData(images, labels, split(_TRAIN), split(0), split(_TEST), scale, shift)
-    all_active, zeros = np.ones(clients, bool), np.zeros(clients, np.int32)
-    federation = Federation(np.full(clients, _TRAIN, np.int32), shape, 10, all_active, zeros)
-    algorithm = configuration.ALGORITHMS[method](
-        network(outputs=10),
-        local_training.sgd(epochs=1, batch_size=_BATCH),
-        federation,
-        **_SETTINGS.get(method, {}),
-    )
-    cohort = min(cohort, clients)
-    count = min(clients, max(1, cohort * _CALL // 2))
-    evaluated = np.sort(rng.choice(clients, count, replace=False)).astype(np.int32)
-    options: dict[str, Any] = {"cohort": cohort, "max_rounds": _CALL, "evaluated_ids": evaluated}
-    return round_functions(algorithm, federation, **options), data
 
 
 def measure(
@@ -102,13 +71,14 @@ def measure(
     Returns the entry of the results file. `written` clients have state in the store before the
     first round.
     """
-    few, few_data = make_functions(method, 10, 10, model)
+    settings = _SETTINGS.get(method, {})
+    few, few_data = make_functions(method, 10, 10, model, settings=settings)
     few_program: Any = DeviceProgram(compile_rounds(few), jax.random.key(0), few_data)
     few_state = few_program.enter(few_program.init())
     few_program.compile(few_state, 0)
     few_state, _ = few_program.run(few_state, 0, 1)
 
-    functions, data = make_functions(method, clients, cohort, model)
+    functions, data = make_functions(method, clients, cohort, model, settings=settings)
     with tempfile.TemporaryDirectory(dir=_FOLDER) as folder:
         program: Any = DeviceProgram(compile_rounds(functions), jax.random.key(0), data)
         if store != "device":
@@ -129,7 +99,7 @@ def measure(
         seconds, few_seconds = [], []
         for n in range(1, rounds + 1):  # in turns, because other work on the machine slows both
             start = time.process_time()
-            few_state, _ = few_program.run(few_state, n, _CALL)
+            few_state, _ = few_program.run(few_state, n, CALL)
             few_seconds.append(time.process_time() - start)
             start = time.process_time()
             state, _ = program.run(state, n, 1)
@@ -142,8 +112,8 @@ def measure(
         "clients": clients,
         "peak": peak_memory(),
         "step": float(np.median(seconds)) / cohort / _STEPS,
-        "few_step": float(np.median(few_seconds)) / 10 / _CALL / _STEPS,
-        "rounds_between": float(np.median(seconds)) * _CALL,
+        "few_step": float(np.median(few_seconds)) / 10 / CALL / _STEPS,
+        "rounds_between": float(np.median(seconds)) * CALL,
         "evaluation": evaluation,
         "written": stored_clients.written_bytes() if stored_clients else 0,
         "store": store,
@@ -158,8 +128,8 @@ def measure_library(
     Its process may have `most` GiB and take `limit` seconds per answer. Raises Gone if it fails.
     """
     few = min(cohort, clients)
-    work = Work("", clients=clients, cohort=few, examples=_TRAIN, batch=_BATCH)
-    spec = {**work.spec(parameters(LeNet(outputs=10))), "pool": _POOL, "checkout": checkout}
+    work = Work("", clients=clients, cohort=few, examples=TRAIN, batch=BATCH)
+    spec = {**work.spec(parameters(LeNet(outputs=10))), "pool": POOL, "checkout": checkout}
     child = Child(command, spec, limit)
     try:
         if hasattr(resource, "prlimit"):  # before its imports
@@ -238,12 +208,18 @@ def main(argv: Sequence[str]) -> None:
     if flag_values.only:
         method, clients = flag_values.only.split(":")
         options: list[Any] = [flag_values[name].value for name in _PASSED]
-        print(json.dumps(measure(method, int(clients), *options)))
+        if flag_values.server:
+            prepare_devices()
+            row = server_share.measure(method, int(clients), *options[:3])
+        else:
+            row = measure(method, int(clients), *options)
+        print(json.dumps(row))
         return
     unknown = sorted(set(flag_values.methods) - set(configuration.ALGORITHMS))
     if unknown:
         raise UsageError(f"--methods has {', '.join(unknown)}; see fedjax-pfl list methods")
-    out = Path(flag_values.out)
+    name = "server_share" if flag_values.server else "many_clients"
+    out = Path(flag_values.out or f"experiments/results/{name}.json")
     results: dict[str, list[dict[str, Any]]] = json.loads(out.read_text()) if out.exists() else {}
     libraries = [key for key in _LIBRARIES if flag_values[key].value]
     measure_libraries(libraries, results, out)
@@ -255,7 +231,7 @@ def main(argv: Sequence[str]) -> None:
             key = (int(clients), flag_values.store)
             if any((row["clients"], row["store"]) == key for row in rows):
                 continue
-            flag = [f"--{name}={flag_values[name].value}" for name in _PASSED]
+            flag = [f"--{name}={flag_values[name].value}" for name in (*_PASSED, "server")]
             command = [sys.executable, "-m", "experiments.many_clients", *flag]
             ran = subprocess.run(
                 [*command, f"--only={method}:{clients}"], capture_output=True, text=True
@@ -264,16 +240,18 @@ def main(argv: Sequence[str]) -> None:
             row = json.loads(last) if ran.returncode == 0 else {"clients": int(clients)}
             rows.append({**row, "store": flag_values.store, "ok": ran.returncode == 0})
             if ran.returncode:
-                print(f"{method}, {clients} clients: {(ran.stderr.splitlines() or [''])[-1]}")
+                line = (ran.stderr.splitlines() or [""])[-1]
+            elif flag_values.server:
+                line = server_share.line(row)
             else:
-                print(
-                    f"{method}, {clients} clients, {flag_values.store}: "
+                line = (
                     f"{row['peak'] / 2**30:.2f} GiB, {1000 * row['step']:.1f} ms per step "
-                    f"({1000 * row['few_step']:.1f} with ten clients)",
-                    flush=True,
+                    f"({1000 * row['few_step']:.1f} with ten clients)"
                 )
+            print(f"{method}, {clients} clients, {flag_values.store}: {line}", flush=True)
             out.write_text(json.dumps(results, indent=2) + "\n")
-    draw(results, Path(flag_values.picture))
+    if not flag_values.server:
+        draw(results, Path(flag_values.picture))
 
 
 _PASSED = ("cohort", "rounds", "store", "written", "model")
@@ -284,15 +262,14 @@ if __name__ == "__main__":
         "clients", ["100", "1000", "10000", "100000", "1000000"], "Numbers of clients."
     )
     flags.DEFINE_list("methods", ["fedavg", "fedper", "local", "pfedhn"], "Methods.")
-    flags.DEFINE_enum(
-        "store", "disk", ("device", "host", "disk"), "Where client-side state is stored."
-    )
+    flags.DEFINE_enum("store", "disk", STORES, "Where client-side state is stored.")
+    flags.DEFINE_bool("server", False, "Measure the server's part of a round.")
     flags.DEFINE_integer("cohort", 100, "Clients in a round.", lower_bound=1)
     flags.DEFINE_integer("rounds", 3, "Timed rounds.", lower_bound=1)
     flags.DEFINE_integer(
         "written", 0, "Clients whose state is written before the first round.", lower_bound=0
     )
-    flags.DEFINE_enum("model", "lenet", sorted(_MODELS), "Network.")
+    flags.DEFINE_enum("model", "lenet", sorted(MODELS), "Network.")
     for _key in _LIBRARIES:
         flags.DEFINE_string(_key, None, f"A checkout of {rivals.RIVALS[_key].repository}.")
         flags.DEFINE_string(f"{_key}_python", None, "The Python that runs it. Default: this one.")
@@ -300,5 +277,5 @@ if __name__ == "__main__":
     flags.DEFINE_float("limit", 3600.0, "Most seconds for another library.")
     flags.DEFINE_string("picture", "docs/many_clients.svg", "Picture of all numbers.")
     flags.DEFINE_string("only", "", "METHOD:CLIENTS to measure in this process.")
-    flags.DEFINE_string("out", "experiments/results/many_clients.json", "Results file.")
+    flags.DEFINE_string("out", None, "Results file. Default: one in experiments/results.")
     run_script(main, __doc__)

@@ -278,6 +278,14 @@ def peak_memory(process: int | str = "self") -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+def resident_memory() -> int:
+    """Returns the resident bytes of this process now; on systems other than Linux the peak."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        return 1024 * int(status.read_text().split("VmRSS:")[1].split()[0])
+    return peak_memory()
+
+
 def machine() -> dict[str, Any]:
     """Returns facts about the machine."""
     return {

@@ -58,6 +58,7 @@ def test_each_number_of_clients_is_measured_once_in_its_own_process(tmp_path, mo
         rounds=3,
         written=0,
         only="",
+        server=False,
         model="lenet",
         most=12.0,
         limit=60.0,
@@ -69,7 +70,7 @@ def test_each_number_of_clients_is_measured_once_in_its_own_process(tmp_path, mo
     for _ in range(2):
         many_clients.main(sys.argv[:1])
     assert measured == ["--only=local:100", "--only=local:1000"]
-    assert "local, 1000 clients: it is full" in capsys.readouterr().out
+    assert "local, 1000 clients, disk: it is full" in capsys.readouterr().out
     assert [row["ok"] for row in json.loads(out.read_text())["local"]] == [True, False]
     picture = (tmp_path / "picture.svg").read_bytes()
     many_clients.main(sys.argv[:1])
