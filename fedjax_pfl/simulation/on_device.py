@@ -43,13 +43,12 @@ class DeviceProgram:
     def compile(self, state: State, t: int) -> None:
         """Compiles `run` and `evaluate` for states like this one; `t` is any round."""
         number = self._number(t)
-        programs = (
-            self._run.lower(self.key, state, self.data, number, number),
-            self._evaluate.lower(self.key, state, self.data, number),
-        )
         # On a GPU the compiler times kernels, and two at a time would disturb each other.
         with ThreadPoolExecutor(2 if jax.default_backend() == "cpu" else 1) as pool:
-            self._run, self._evaluate = pool.map(lambda program: program.compile(), programs)
+            # `evaluate` is traced while `run` is compiled.
+            run = pool.submit(self._run.lower(self.key, state, self.data, number, number).compile)
+            evaluate = pool.submit(self._evaluate.lower(self.key, state, self.data, number).compile)
+            self._run, self._evaluate = run.result(), evaluate.result()
 
     def run(self, state: State, t: int, n: int) -> tuple[State, tuple[Log, ...]]:
         """Runs rounds t to t + n - 1. Returns the state, and a log in NumPy for each group.
