@@ -141,10 +141,12 @@ def pfedla(
     def send(state: State, ctx: ClientContext) -> PyTree:
         stored = inputs(state.rows, ctx.i)
         weights = alpha(trees.row(state.rows.psi, ctx.i), stored)
-        retained = largest(weights[:, stored.own_column], k, layers)
-        one_hot = jax.nn.one_hot(stored.own_column, columns)
-        params = mix(stored.models, jnp.where(retained[:, None], one_hot, weights), layers)
-        return {"params": params, "retained": retained}
+        retained = jnp.zeros(layers.number, bool)
+        if k:
+            retained = largest(weights[:, stored.own_column], k, layers)
+            one_hot = jax.nn.one_hot(stored.own_column, columns)
+            weights = jnp.where(retained[:, None], one_hot, weights)
+        return {"params": mix(stored.models, weights, layers), "retained": retained}
 
     def train(payload: PyTree, client: ClientState, ctx: ClientContext) -> ClientResult:
         variables = {"params": payload["params"], **client.model_state}
