@@ -23,8 +23,9 @@ def _work(name: str, limit: float, *flags: str) -> Item:
     return Item(("-m", "experiments.benchmark", f"--work={name}", "--repeats=5", *flags), limit)
 
 
-_CONTRACT = ("-m", "pytest", "-q", "-p", "no:benchmark", "-p", "no:cacheprovider")
+_PYTEST = ("-m", "pytest", "-q", "-p", "no:benchmark", "-p", "no:cacheprovider")
 ITEMS = {
+    "fused": Item((*_PYTEST, "tests/networks/fused_test.py"), 60),
     "profile-lenet-100": _work("profile-lenet-100", 60),
     "lenet-100": _work("lenet-100", 60, "--notorch"),
     "layouts-lenet": _work("layouts-lenet", 150),
@@ -37,7 +38,7 @@ ITEMS = {
     "lenet-10": _work("lenet-10", 60),
     "resnet9": _work("resnet9", 60),
     "mlp": _work("mlp", 40),
-    "contract": Item((*_CONTRACT, "-n", "8", "-m", "not slow", "tests/contract_test.py"), 240),
+    "contract": Item((*_PYTEST, "-n", "8", "-m", "not slow", "tests/contract_test.py"), 240),
 }
 
 

@@ -14,7 +14,7 @@ from experiments.libraries import work
 from fedjax_pfl.report.text_tables import Table
 from fedjax_pfl.settings.general import SETTINGS
 
-LOWERINGS = tuple(name for name in SETTINGS["conv"].choices if name != "auto")
+LOWERINGS = tuple(name for name in SETTINGS["conv"].choices if name not in ("auto", "fused"))
 PRECISIONS = {"float32": "highest", "bfloat16": "BF16_BF16_F32"}  # added to the default of JAX
 _BATCH = 32
 
@@ -25,9 +25,14 @@ class Size(NamedTuple):
     clients: int
     steps: int
     lowerings: tuple[str, ...] = LOWERINGS
+    fused: bool = False  # whether the network has the block that `conv = fused` computes
 
 
-SIZES = {"lenet": Size(100, 4), "resnet9": Size(20, 2), "mlp": Size(100, 4, lowerings=())}
+SIZES = {
+    "lenet": Size(100, 4, fused=True),
+    "resnet9": Size(20, 2),
+    "mlp": Size(100, 4, lowerings=()),
+}
 
 
 class Layout(NamedTuple):
@@ -40,11 +45,14 @@ class Layout(NamedTuple):
 
 def layouts(size: Size) -> dict[str, Layout]:
     """Returns the compared layouts by name; each differs from the first in one setting."""
+    is_fused = size.fused and jax.default_backend() == "gpu"
     return {
         f"all {size.clients} at a time, conv=auto, JAX's precision": Layout(),
         **{f"conv={name}": Layout(conv=name) for name in size.lowerings},
         **{f"{chunk} at a time": Layout(chunk=chunk) for chunk in (1, 10)},
         **{f"products in {name}": Layout(precision=name) for name in PRECISIONS},
+        # Last: should its kernels fail to compile, the other layouts are measured.
+        **({"conv=fused": Layout(conv="fused")} if is_fused else {}),
     }
 
 

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from fedjax_pfl.networks.lowerings import fused
 from fedjax_pfl.networks.lowerings.conv import lowering
 
 Mask = jax.Array | None  # bool [B], False for padding; None: a batch without padding
@@ -62,3 +64,31 @@ def conv(
         conv_general_dilated=lowering(lowered),
         name=name,
     )
+
+
+class ConvReluPool(nn.Module):
+    """A convolution with bias, ReLU and 2x2 max pooling in one GPU kernel, see `lowerings.fused`.
+
+    Its parameters and their initial values are those of `conv`.
+
+    Args:
+      outputs: Number of kernels.
+      kernel_size: Height and width of a kernel.
+      padding: VALID or SAME.
+    """
+
+    outputs: int
+    kernel_size: tuple[int, int]
+    padding: str = "VALID"
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps [B, H, W, C] to [B, H', W', outputs]."""
+        shape = (*self.kernel_size, x.shape[-1], self.outputs)
+        initializer = uniform(math.prod(shape[:3]))
+        kernel = self.param("kernel", initializer, shape)
+        bias = self.param("bias", initializer, shape[3:])
+        pads = lax.padtype_to_pads(x.shape[1:3], self.kernel_size, (1, 1), self.padding)
+        x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
+        fused.require(x.shape, shape)
+        return fused.conv_relu_pool(x, kernel, bias)

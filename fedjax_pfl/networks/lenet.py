@@ -48,6 +48,9 @@ class LeNet(nn.Module):
         """Maps [B, H, W, C] to [B, outputs]; `mask` is bool [B], False for padding."""
         window = (self.kernel_size, self.kernel_size)
         for i, kernels in enumerate(self.kernels, 1):
+            if self.conv == "fused" and not self.batch_norm:
+                x = init.ConvReluPool(kernels, window, self.padding, name=f"conv{i}")(x)
+                continue
             layer = init.conv(
                 x.shape[-1], kernels, window, f"conv{i}", padding=self.padding, lowered=self.conv
             )

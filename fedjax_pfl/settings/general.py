@@ -368,8 +368,9 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
         ),
         "conv": _machine(
             "auto",
-            "Implementation of convolutions: auto, patches, rows, blocks, winograd or xla.",
-            choices=("auto", "patches", "rows", "blocks", "winograd", "xla"),
+            "Implementation of convolutions: auto, patches, rows, blocks, winograd, xla, or fused "
+            "(GPU only).",
+            choices=("auto", "patches", "rows", "blocks", "winograd", "xla", "fused"),
         ),
     },
 }

@@ -99,5 +99,6 @@ def test_items_that_hang_or_fail_do_not_stop_the_list(monkeypatch, capsys, tmp_p
 def test_every_item_is_known_to_the_benchmark():
     for name, item in device_list.ITEMS.items():
         workloads = [word for word in item.arguments if word.startswith("--work=")]
-        assert name == "contract" or workloads == [f"--work={name}"]
-        assert name == "contract" or benchmark.select_workloads([name]) == [name]
+        is_test = "pytest" in item.arguments
+        assert is_test or workloads == [f"--work={name}"]
+        assert is_test or benchmark.select_workloads([name]) == [name]

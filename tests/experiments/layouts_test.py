@@ -17,9 +17,16 @@ def test_each_layout_differs_from_the_default_in_one_field():
     assert [
         sum(a != b for a, b in zip(layout, default, strict=True)) for layout in alternatives
     ] == [1] * 9
-    assert {layout.conv for layout in alternatives} == set(SETTINGS["conv"].choices)
+    assert {layout.conv for layout in alternatives} == set(SETTINGS["conv"].choices) - {"fused"}
     without_lowerings = layouts.layouts(Size(20, 2, lowerings=()))
     assert [layout.chunk for layout in without_lowerings.values()] == [None, 1, 10, None, None]
+
+
+def test_a_gpu_also_measures_the_fused_block(monkeypatch):
+    names = list(layouts.layouts(layouts.SIZES["lenet"]))
+    monkeypatch.setattr(layouts.jax, "default_backend", lambda: "gpu")
+    assert list(layouts.layouts(layouts.SIZES["lenet"])) == [*names, "conv=fused"]
+    assert "conv=fused" not in layouts.layouts(layouts.SIZES["resnet9"])
 
 
 def test_layouts_reach_the_compiled_programs(monkeypatch):

@@ -10,7 +10,7 @@ it also runs ordinary convolutions slowly inside loops. The lowerings here are m
     rows     windows along the width only, then one product per kernel row; less memory
     blocks   like patches, but a row yields 2x2 outputs: fewer and larger products, less copying
     winograd at most half of the multiplications for 3x3 and 5x5 kernels; patches for others
-    auto     one of these, chosen by backend and shape
+    auto     one of these, chosen by backend and shape; `fused`, of `fused.py`, is not among them
 
 Depthwise convolutions (one kernel per channel) are shifted multiply-adds in all lowerings except
 xla.
@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.networks.lowerings import winograd
+from fedjax_pfl.networks.lowerings import fused, winograd
 from fedjax_pfl.networks.lowerings.windows import shifts, space_to_depth
 
 Convolution = Callable[..., jax.Array]
@@ -127,8 +127,7 @@ def _unsupported(lhs: jax.Array, rhs: jax.Array, options: _Options, depthwise: b
 
 def _auto(kernel: tuple[int, ...], strides: tuple[int, ...]) -> str:
     """Returns the fastest lowering for a kernel [h, w, C, O] on this backend."""
-    # Times relative to `patches`.
-    # TPU: not measured. `patches` is one batched product.
+    # Times relative to `patches`. TPU: not measured; `patches` is one batched product.
     # GPU: training step of LeNet with 100 clients on an H100 (5x5: 3→16 and 16→32).
     #   `blocks` 0.59, `rows` 1.21, `winograd` 1.31, `xla` 2.66. Copying windows dominates.
     # CPU: forward and backward on two cores, batch size 32.
@@ -337,6 +336,7 @@ def _winograd(x: jax.Array, k: jax.Array, spec: _Spec) -> jax.Array:
 
 _LOWERINGS: dict[str, Convolution] = {
     "blocks": _blocks,
+    "fused": fused.refuse,
     "patches": _patches,
     "rows": _rows,
     "winograd": _winograd,
