@@ -2,9 +2,9 @@
 
 A page holds <!-- begin MARK ARGUMENT ... -->, the generated text, and <!-- end -->. The marks are
 docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., listing KIND,
-tables, speed FILE, profile FILE FILE, rounds FILE RIVAL, libraries FILE, accuracies FILE,
-memory FILE, server FILE, agreed FILE, leaderboard COLUMN, stress, summary, privacy, released,
-correlated, cells TABLE COLUMN,... ROW ....
+tables, speed FILE, goals FILE ..., profile FILE FILE, rounds FILE RIVAL, libraries FILE,
+accuracies FILE, memory FILE, server FILE, agreed FILE, leaderboard COLUMN, stress, summary,
+privacy, released, correlated, cells TABLE COLUMN,... ROW ....
 
 A name that does not exist in the code is an error. A test checks that pages are up to date.
 """
@@ -19,8 +19,9 @@ from typing import Any
 
 import jax
 
-from experiments import agree, benchmark, correlated_noise
-from experiments.libraries import layouts, rivals, roofline, scored, server_share
+from experiments import agree, correlated_noise
+from experiments.libraries import measurement_tables, rivals, scored, server_share
+from experiments.libraries.measurement_tables import RESULTS, load, text_table
 from experiments.papers import agreement
 from experiments.papers.tables import TABLES
 from fedjax_pfl.algorithms import METHODS, Method
@@ -36,7 +37,6 @@ from fedjax_pfl.transforms.privacy import client_level, example_level, local_lev
 from fedjax_pfl.transforms.wrapping import round_shapes
 
 DOCS = Path(__file__).parent
-RESULTS = DOCS.parent / "experiments" / "results"
 TRAINING = (
     "partition",
     "model",
@@ -71,16 +71,6 @@ def update(page: str) -> str:
     return re.sub(r"^(<!-- begin (.+?) -->)$.*?^(<!-- end -->)$", generate, page, flags=re.M | re.S)
 
 
-def _text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a Markdown table with left-aligned cells."""
-    table = text_tables.markdown([text_tables.Table("", list(head), [list(row) for row in rows])])
-    return table.replace("---:", "---")
-
-
-def _load(name: str) -> Any:
-    return json.loads((RESULTS / name).read_text())
-
-
 def _commits(record: Mapping[str, Any]) -> str:
     return ", ".join(f"{rivals.NAMES[key]} {commit}" for key, commit in record["commits"].items())
 
@@ -102,7 +92,7 @@ def settings(*names: str) -> str:
         meanings = configuration.meanings(factory)
         for key in configuration.factory_settings(factory):
             rows.append([f"`{name}.{key}`", f"`{_display(defaults[name][key])}`", meanings[key]])
-    return _text_table(["default", "meaning"], rows)
+    return text_table(["default", "meaning"], rows)
 
 
 def presets(system: str, *names: str) -> str:
@@ -164,7 +154,7 @@ def privacy() -> str:
         for key in sorted(methods)
     ]
     legend = "; ".join(f"({letter}) {reason}" for reason, letter in letters.items())
-    return f"{_text_table(['`client`', '`example`', '`local`'], rows)}\n\n{legend}."
+    return f"{text_table(['`client`', '`example`', '`local`'], rows)}\n\n{legend}."
 
 
 def released() -> str:
@@ -181,7 +171,7 @@ def released() -> str:
         if uploads or names:
             cells = (", ".join(f"`{name}`" for name in part) or "–" for part in (uploads, names))
             rows.append([method.row, *cells])
-    return _text_table(["uploaded besides a model", "kept by the server for each client"], rows)
+    return text_table(["uploaded besides a model", "kept by the server for each client"], rows)
 
 
 def tables() -> str:
@@ -190,113 +180,45 @@ def tables() -> str:
         [f"`{name}`", table.about.rpartition(": ")[2], ", ".join(table.columns)]
         for name, table in TABLES.items()
     ]
-    return _text_table(["contents", "columns"], rows)
-
-
-def speed(name: str) -> str:
-    """Returns the tables of a measurement by `experiments.benchmark`, and its conditions."""
-    record = _load(name)
-    rival_names = {key: None for item in record["items"].values() for key in item["who"]}
-    del rival_names["library"]
-    device = record["machine"]["device"]
-    parts = [_speedups(record["items"], list(rival_names), device)] if rival_names else []
-    parts += [layouts.table(part) for part in [record.get("layouts")] if part]
-    return f"{text_tables.markdown(parts)}\n\nMeasured on {benchmark.conditions(record)}."
-
-
-def _speedups(
-    items: Mapping[str, Any], rival_names: Sequence[str], device: str
-) -> text_tables.Table:
-    """Returns a table of the workloads with the speedup over each rival."""
-    rows = []
-    for name, item in items.items():
-        timing, row = item["who"]["library"], [item["about"]]
-        row.append(f"{timing['ms_per_client_step']:.3g}")
-        for entry in map(item["who"].get, rival_names):
-            low, high = entry["range"] if entry else (0, 0)
-            row.append(f"{entry['times_faster']:.2f} x ({low:.2f}-{high:.2f})" if entry else "")
-        of_roofline = roofline.share(name, item, device)
-        shares = [timing["share_of_peak"][0], of_roofline]
-        cells = ["" if share is None else f"{100 * share:.0f} %" for share in shares]
-        rows.append([*row, f"{item['compile_seconds']:.1f}", *cells])
-    speedups = [rivals.NAMES[name] for name in rival_names]
-    heads = ["ms per client step", *speedups, "compile (s)", "of peak", "of roofline"]
-    return text_tables.Table("", heads, rows)
-
-
-def rounds(name: str, rival: str) -> str:
-    """Returns seconds and peak memory of a round by number of clients, with those of a rival."""
-    record = _load(name)
-    rows = []
-    for item in record["items"].values():
-        own, other = item["who"]["library"], item["who"][rival]
-        low, high = other["range"]
-        rows.append(
-            [
-                f"{item['clients']:,} clients",
-                *(f"{entry['seconds']:.3g}" for entry in (own, other)),
-                f"{other['times_faster']:.2f} x ({low:.2f}-{high:.2f})",
-                *(f"{entry['peak_bytes'] / 2**30:.1f}" for entry in (own, other)),
-            ]
-        )
-    their = rivals.NAMES[rival]
-    heads = ["seconds a round", their, "speedup", "peak memory (GiB)", their]
-    table = text_tables.Table("", heads, rows)
-    return f"{text_tables.markdown([table])}\n\nMeasured on {benchmark.conditions(record)}."
-
-
-def profile(before: str, after: str) -> str:
-    """Returns the share of the device time of each part of the work, in two measurements."""
-    profiles = [_load(name)["profiles"] for name in (after, before)]
-    workloads = list(profiles[0])
-    parts = dict.fromkeys(part for p in profiles[0].values() for part in p["parts"])
-
-    def share(profiled: Mapping[str, Any], part: str) -> str:
-        percent = 100 * profiled["parts"].get(part, 0.0) / profiled["device_seconds"]
-        return f"{percent:.0f} %"
-
-    pairs = [p[name] for name in workloads for p in profiles]
-    heads = [head for name in workloads for head in (name, "before")]
-    rows = [[part, *(share(profiled, part) for profiled in pairs)] for part in parts]
-    return _text_table(heads, rows)
+    return text_table(["contents", "columns"], rows)
 
 
 def _with_reasons(table: text_tables.Table, note: str, reasons: Sequence[str]) -> str:
     """Returns a table, a note on it and a list of reasons."""
     lines = "\n".join(f"- {reason}." for reason in reasons)
-    return f"{_text_table(table.heads, table.rows)}\n\n{note}\n\n{lines}"
+    return f"{text_table(table.heads, table.rows)}\n\n{note}\n\n{lines}"
 
 
 def libraries(name: str) -> str:
     """Returns the agreement of parameters with other libraries: `experiments.agree`."""
-    record = _load(name)
+    record = load(name)
     note = f"Compared with {_commits(record)}. Reasons for the differences:"
     return _with_reasons(agree.table(record["methods"]), note, agree.reasons(record["methods"]))
 
 
 def memory(name: str) -> str:
     """Returns peak memory by number of clients: `experiments.many_clients`."""
-    record, counts = _load(name), (100, 1000, 10_000)
+    record, counts = load(name), (100, 1000, 10_000)
     labels = {"this library": "fedavg", "PFLlib": "PFLlib, fedavg", "FL-bench": "FL-bench, fedavg"}
     rows = []
     for label, key in labels.items():
         peaks = {row["clients"]: row["peak"] / 2**30 for row in record[key] if row["ok"]}
         rows.append([label, *(f"{peaks[n]:.2f}" if n in peaks else "" for n in counts)])
-    return _text_table([f"{n:,} clients" for n in counts], rows)
+    return text_table([f"{n:,} clients" for n in counts], rows)
 
 
 def agreed(name: str) -> str:
     """Returns how many methods have the same parameters as in other libraries."""
     rows = []
-    for key, methods in _load(name)["methods"].items():
+    for key, methods in load(name)["methods"].items():
         same = sum(result["verdict"] == "same" for result in methods.values())
         rows.append([rivals.NAMES[key], str(len(methods)), str(same)])
-    return _text_table(["methods compared", "same parameters"], rows)
+    return text_table(["methods compared", "same parameters"], rows)
 
 
 def accuracies(name: str) -> str:
     """Returns accuracies before local training: `experiments.agree --rounds`."""
-    record, stages = _load(name), ("before",)
+    record, stages = load(name), ("before",)
     length = f"After {record['rounds']} rounds, over {record['seeds']} seeds"
     note = f"{length}, with {_commits(record)}. Reasons for the asterisks:"
     return _with_reasons(scored.table(record, stages), note, scored.reasons(record, stages))
@@ -304,7 +226,7 @@ def accuracies(name: str) -> str:
 
 def leaderboard(name: str) -> str:
     """Returns the table of a partition of `experiments.leaderboard` without chosen settings."""
-    column = _load("leaderboard.json")["columns"][name]
+    column = load("leaderboard.json")["columns"][name]
     full = board.table(name, column)
     rows, variants = ([row[:-1] for row in part] for part in (full.rows, full.variants))
     table = full._replace(heads=full.heads[:-1], rows=rows, variants=variants)
@@ -371,13 +293,14 @@ MARKS: dict[str, Callable[..., str]] = {
     "presets": presets,
     "listing": list_kind,
     "tables": tables,
-    "speed": speed,
-    "rounds": rounds,
-    "profile": profile,
+    "speed": measurement_tables.speed,
+    "rounds": measurement_tables.rounds,
+    "goals": measurement_tables.goals,
+    "profile": measurement_tables.profile,
     "libraries": libraries,
     "accuracies": accuracies,
     "memory": memory,
-    "server": lambda name: text_tables.markdown([server_share.table(_load(name))]),
+    "server": lambda name: text_tables.markdown([server_share.table(load(name))]),
     "agreed": agreed,
     "leaderboard": leaderboard,
     "privacy": privacy,

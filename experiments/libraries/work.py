@@ -5,6 +5,7 @@ import math
 import os
 import platform
 import resource
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
 from ml_collections import ConfigDict
 
 from fedjax_pfl.core import trees
@@ -23,6 +25,7 @@ from fedjax_pfl.runs.build import build
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation import execution_plan
 from fedjax_pfl.simulation.devices import cores
+from fedjax_pfl.simulation.on_device import DeviceProgram
 
 SHAPE = (32, 32, 3)
 _SIDE = {"cpu": 2048}  # side of the matrices that measure the peak, by backend
@@ -308,21 +311,35 @@ def _processor() -> str:
 DEFAULTS = {"pfedla": pfedla, "pfedhn": pfedhn, "fedmn": fedmn, "factorized_fl": factorized_fl}
 
 
-def compile_seconds(name: str) -> float:
-    """Returns seconds to trace and compile a run of a default configuration."""
+def compile_seconds(name: str) -> tuple[float, float]:
+    """Returns seconds to compile a run of a default configuration, without and with kept programs.
+
+    As in a run, several programs of a phase are compiled in parallel.
+    """
+    settings = ("jax_enable_compilation_cache", "jax_compilation_cache_dir")
+    before = {key: jax.config.values[key] for key in settings}
+    with tempfile.TemporaryDirectory() as folder:
+        jax.config.update("jax_enable_compilation_cache", True)
+        jax.config.update("jax_compilation_cache_dir", folder)
+        compilation_cache.reset_cache()  # otherwise JAX uses the previous folder
+        try:
+            return _compile(name), _compile(name)
+        finally:
+            for key, value in before.items():
+                jax.config.update(key, value)
+            compilation_cache.reset_cache()
+
+
+def _compile(name: str) -> float:
+    """Returns seconds to compile a run in an otherwise empty process, apart from kept programs."""
+    jax.clear_caches()
     built = build(DEFAULTS[name].get_config())
     total, state = 0.0, None
     for phase in built.phases:
-        rounds = phase.rounds
-        key, arrays = rounds.place((phase.key, built.data))
-        t, n = rounds.place((jnp.int32(0), jnp.int32(1)))
         began = time.perf_counter()
-        first = rounds.init.lower(key, state).compile()
+        program = DeviceProgram(phase.rounds, phase.key, built.data)
+        state = program.enter(program.init(state))
+        program.compile(state, 0)
         total += time.perf_counter() - began
-        state = first(key, state)
-        began = time.perf_counter()
-        run = rounds.run.lower(key, state, arrays, t, n).compile()
-        rounds.evaluate.lower(key, state, arrays, t).compile()
-        total += time.perf_counter() - began
-        state, _ = run(key, state, arrays, t, n)
+        state, _ = program.run(state, 0, 1)
     return total
