@@ -1,8 +1,8 @@
 """Memory estimates of functions, from their jaxpr and without compiling them.
 
-Every value of the jaxpr counts. XLA keeps fewer values, because it fuses operations, and allocates
-some bytes for copies and gaps. The estimate shows how memory grows with the clients that are
-vmapped together.
+Every value of the jaxpr that a result needs counts. XLA keeps fewer values, because it fuses
+operations, and allocates some bytes for copies and gaps. The estimate shows how memory grows with
+the clients that are vmapped together.
 """
 
 import math
@@ -29,9 +29,14 @@ def peak_bytes(f: Callable[..., Any], *arguments: Any) -> int:
       f: The function; it is traced and not computed.
       *arguments: Trees of arrays or shapes.
     """
-    jaxpr = jax.make_jaxpr(f)(*arguments).jaxpr
-    donated = jaxpr.eqns[0].params.get("donated_invars") if len(jaxpr.eqns) == 1 else None
-    return _peak(jaxpr, donated or [True] * len(jaxpr.invars))
+    whole = jax.make_jaxpr(f)(*arguments).jaxpr
+    is_freed = [True] * len(whole.invars)
+    if len(whole.eqns) == 1:
+        is_freed = whole.eqns[0].params.get("donated_invars", is_freed)
+    jaxpr, is_used = jaxprs.prune(whole)
+    unused = [v for v, used in zip(whole.invars, is_used, strict=True) if not used]
+    freed = [freed for freed, used in zip(is_freed, is_used, strict=True) if used]
+    return sum(_bytes(v.aval) for v in unused) + _peak(jaxpr, freed)
 
 
 def tree_bytes(tree: Any) -> int:

@@ -34,6 +34,9 @@ def wide(x):
         (lambda x: jax.lax.fori_loop(0, 9, lambda i, x: wide(x).sum(0), x), [KIB], 257),
         # A scan stacks eight results and holds the old and new carry.
         (lambda x: jax.lax.scan(lambda c, _: (c * 2, c), x, None, 8)[1], [KIB], 10),
+        # Stacked results that nothing uses are not computed.
+        (lambda x: jax.lax.scan(lambda c, _: (c * 2, c), x, None, 8)[0], [KIB], 2),
+        (lambda x, y: x + 1, [KIB, KIB], 3),  # an unused argument
     ],
 )
 def test_small_functions(f, arguments, kibibytes):
