@@ -1,9 +1,5 @@
 """Preparing the devices of this machine."""
 
-import platform
-import subprocess
-import sys
-
 import jax
 import pytest
 
@@ -44,29 +40,3 @@ def test_cores_are_limited_by_the_affinity_of_the_process(monkeypatch):
     monkeypatch.delattr(devices.os, "sched_getaffinity")
     monkeypatch.setattr(devices.os, "cpu_count", lambda: None)
     assert devices.cores() == 1
-
-
-_COUNT_PAGE_FAULTS = """
-import resource
-from concurrent.futures import ThreadPoolExecutor
-from fedjax_pfl import prepare_devices
-
-def page_faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    bytearray(b"1") * 2**27  # 32,768 pages of 4 KiB; NumPy would ask for larger pages
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-prepare_devices()
-with ThreadPoolExecutor(1) as thread:  # XLA allocates in threads of its own
-    print(*[thread.submit(page_faults).result() for _ in range(2)])
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an option of glibc")
-def test_freed_memory_is_reused_without_page_faults():
-    """Runs a new process, because threads keep the heaps that they already have."""
-    ran = subprocess.run(
-        [sys.executable, "-c", _COUNT_PAGE_FAULTS], capture_output=True, text=True, check=True
-    )
-    first, second = map(int, ran.stdout.split())
-    assert second < 1000 < first
