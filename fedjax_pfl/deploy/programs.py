@@ -223,12 +223,11 @@ def _send_all(method: Method, g: int, state: State, ids: jax.Array, t: jax.Array
     def send(inputs: tuple[State, jax.Array], i: jax.Array) -> PyTree:
         return _send(method, g, inputs[0], i, inputs[1])
 
-    def no_result(*_: Any) -> tuple[()]:
-        return ()
+    def payload(_: Any, item: tuple[jax.Array, PyTree]) -> PyTree:
+        return item[1]
 
-    everyone = np.ones(len(ids), bool)
-    payloads, _ = map_clients(no_result, (), ids, everyone, 1, None, send, (state, t))
-    return payloads
+    everyone = jnp.ones(len(ids), bool)
+    return map_clients(payload, (), ids, everyone, 1, None, send, (state, t))
 
 
 def _context(method: Method, stage: int, i: Any, t: Any, data: Any = None) -> ClientContext:

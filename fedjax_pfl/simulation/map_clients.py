@@ -7,11 +7,10 @@ a larger block of clients at once, so that a block reads the rows once.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -19,7 +18,6 @@ from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import PyTree
 
 Work = Callable[[PyTree, PyTree], PyTree]  # (shared, item) -> result
-Use = Any  # bool [items], True for used items; None: all are used
 # Largest block, in clients and in bytes of what they read: more do not make products faster.
 _BLOCK_CLIENTS = 128
 _BLOCK_BYTES = 1 << 25
@@ -62,7 +60,7 @@ def map_clients(
     f: Work,
     shared: PyTree,
     items: PyTree,
-    use: Any,
+    use: jax.Array,
     chunk: int,
     mesh: Mesh | None,
     before: Work | None = None,
@@ -77,13 +75,11 @@ def map_clients(
       f: Function of the shared inputs and one item that returns a tree.
       shared: Inputs that are the same for all items.
       items: Tree with leaves [n, ...] that holds an item for each client.
-      use: bool [n]. Chunks without a used item are not computed; their results are zero. In NumPy,
-        nothing is compiled for unused chunks if there are none.
+      use: bool [n]. Chunks without a used item are not computed; their results are zero.
       chunk: Number of clients that are vmapped together; 1 maps without vmap.
       mesh: Devices over which the items are spread; None: one device.
       before: Function of `read` and one item, vmapped over a block of clients, which can be many
-        chunks. f gets (item, before(read, item)), and both results are returned: (results of
-        before, results of f). Default: f gets the item alone.
+        chunks. The result is f(shared, (item, before(read, item))). Default: f gets the item alone.
       read: Arrays that `before` reads, the same for all items.
       block: Most clients in a block, if they are more than in a chunk. Default: 128.
       is_spread: Whether `read` is spread over the mesh. Then XLA computes `before`.
@@ -98,8 +94,6 @@ def map_clients(
         size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(result))
         shape = layout(n, chunk, mesh, min(block or _BLOCK_CLIENTS, _BLOCK_BYTES // max(1, size)))
     padding = shape.devices * shape.per_device - n
-    if isinstance(use, np.ndarray) and use.all() and not padding:
-        use = None
     items, use = jax.tree.map(
         lambda a: jnp.pad(a, ((0, padding), *((0, 0),) * (a.ndim - 1))), (items, use)
     )
@@ -121,7 +115,7 @@ def _on_mesh(on_device: Callable[..., PyTree], shape: Layout, mesh: Mesh) -> Cal
     """
     axis = mesh.axis_names[0]
 
-    def gathered(inputs: PyTree, items: PyTree, use: Use) -> PyTree:
+    def gathered(inputs: PyTree, items: PyTree, use: jax.Array) -> PyTree:
         """Computes the items of this device and gathers those of the others."""
         first = jax.lax.axis_index(axis) * shape.per_device
         part = jax.tree.map(
@@ -142,7 +136,7 @@ def _spread_blocks(
     mesh: Mesh,
     inputs: tuple[PyTree, PyTree],
     items: PyTree,
-    use: Use,
+    use: jax.Array,
 ) -> PyTree:
     """Like `_blocks` for the items of all devices, with arrays to read spread over the mesh.
 
@@ -150,16 +144,15 @@ def _spread_blocks(
     """
     axis, (shared, read) = mesh.axis_names[0], inputs
 
-    def on_device(shared: PyTree, items: PyTree, use: Use) -> PyTree:
+    def on_device(shared: PyTree, items: PyTree, use: jax.Array) -> PyTree:
         return jax.lax.all_gather(_chunks(f, shape, shared, (items, use)), axis, tiled=True)
 
     specs = (P(), P(axis), P(axis))
     on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
 
-    def block(items_use: tuple[PyTree, Use]) -> PyTree:
+    def block(items_use: tuple[PyTree, jax.Array]) -> PyTree:
         items, use = items_use
-        first = jax.vmap(partial(before, read))(items)
-        return first, on_mesh(shared, (items, first), use)
+        return on_mesh(shared, (items, jax.vmap(partial(before, read))(items)), use)
 
     return _in_sequence(block, shape.blocks, (items, use))
 
@@ -170,23 +163,21 @@ def _blocks(
     shape: Layout,
     inputs: tuple[PyTree, PyTree],
     items: PyTree,
-    use: Use,
+    use: jax.Array,
 ) -> PyTree:
     """Computes the items of one device, block by block. `inputs` are those of f and of `before`."""
     shared, read = inputs
 
-    def block(items_use: tuple[PyTree, Use]) -> PyTree:
+    def block(items_use: tuple[PyTree, jax.Array]) -> PyTree:
         items, use = items_use
-        if before is None:
-            return _chunks(f, shape, shared, (items, use))
-        first = jax.vmap(partial(before, read))(items)
-        # Results of `before` are not copied chunk by chunk, which a program compiles for each leaf.
-        return first, _chunks(f, shape, shared, ((items, first), use))
+        if before is not None:
+            items = items, jax.vmap(partial(before, read))(items)
+        return _chunks(f, shape, shared, (items, use))
 
     return _in_sequence(block, shape.blocks, (items, use))
 
 
-def _chunks(f: Work, shape: Layout, shared: PyTree, items_use: tuple[PyTree, Use]) -> PyTree:
+def _chunks(f: Work, shape: Layout, shared: PyTree, items_use: tuple[PyTree, jax.Array]) -> PyTree:
     """Computes f(shared, item) of the items of a block, chunk by chunk."""
     return _in_sequence(partial(_chunk, f, shape, shared), shape.chunks, items_use)
 
@@ -200,10 +191,10 @@ def _in_sequence(f: Callable[[PyTree], PyTree], parts: int, tree: PyTree) -> PyT
     return jax.tree.map(lambda a: a.reshape(parts * a.shape[1], *a.shape[2:]), out)
 
 
-def _chunk(f: Work, shape: Layout, shared: PyTree, items_use: tuple[PyTree, Use]) -> PyTree:
+def _chunk(f: Work, shape: Layout, shared: PyTree, items_use: tuple[PyTree, jax.Array]) -> PyTree:
     """Computes f(shared, item) of the items of a chunk, or zeros if none of them is used.
 
-    `items_use` has the items, leaves [width, ...], and their `Use`.
+    `items_use` has the items, leaves [width, ...], and bool [width], True for used items.
     """
     items, use = items_use
 
@@ -212,7 +203,5 @@ def _chunk(f: Work, shape: Layout, shared: PyTree, items_use: tuple[PyTree, Use]
             return trees.repeat(f(shared, trees.row(items, 0)), 1)
         return jax.vmap(partial(f, shared))(items)
 
-    if use is None:
-        return compute(items)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(compute, items))
     return jax.lax.cond(use.any(), compute, lambda _: zeros, items)

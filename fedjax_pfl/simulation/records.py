@@ -1,6 +1,6 @@
 """Records of the compiled rounds: their specification, inputs and outputs."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,37 +9,6 @@ import numpy as np
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State
 from fedjax_pfl.core.examples import FederatedData
-
-
-@jax.tree_util.register_pytree_node_class
-class LayerBytes(Mapping[str, Any]):
-    """Bytes by layer name: arrays [...], stored in one array [..., L] to compile fewer operations.
-
-    Args:
-      layers: Names of the L layers.
-      counts: int32 [..., L].
-    """
-
-    def __init__(self, layers: tuple[str, ...], counts: Any) -> None:
-        self.layers, self.counts = layers, counts
-
-    def __getitem__(self, layer: str) -> Any:
-        return self.counts[..., self.layers.index(layer)]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.layers)
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    def tree_flatten(self) -> tuple[tuple[Any], tuple[str, ...]]:
-        """Implements JAX's pytree protocol."""
-        return (self.counts,), self.layers
-
-    @classmethod
-    def tree_unflatten(cls, layers: tuple[str, ...], counts: tuple[Any]) -> "LayerBytes":
-        """Implements JAX's pytree protocol."""
-        return cls(layers, *counts)
 
 
 class Log(NamedTuple):
@@ -53,8 +22,8 @@ class Log(NamedTuple):
     dropped: jax.Array  # bool [K]: downloaded, and never returned its update, or too late
     rejected: jax.Array  # bool [K]: returned an update that is not finite, or too large
     metrics: dict[str, jax.Array]  # training metrics, [K]; 0 for clients whose update is not used
-    down: Mapping[str, Any]  # int32 [K]: bytes downloaded, by layer
-    up: Mapping[str, Any]  # int32 [K]: bytes uploaded, by layer
+    down: dict[str, jax.Array]  # int32 [K]: bytes downloaded, by layer
+    up: dict[str, jax.Array]  # int32 [K]: bytes uploaded, by layer
     seconds: Any = None  # float32 [K]: simulated time that the server waits; None without speeds
     late: Any = None  # bool [K]: missed the deadline; None without speeds
 
@@ -105,12 +74,13 @@ class Slot(NamedTuple):
 class ClientOutcome(NamedTuple):
     """Outcome of one client's round; stacked for K slots, all leaves are [K, ...]."""
 
+    payload: PyTree  # download
     upload: PyTree  # zeros if dropped or rejected
     client: PyTree  # new client-side state
     metrics: dict[str, jax.Array]  # training metrics by name; zeros if dropped or rejected
     is_accepted: jax.Array  # bool: finite, and not too large
-    down: LayerBytes  # bytes downloaded
-    up: LayerBytes  # bytes uploaded
+    down: dict[str, jax.Array]  # bytes downloaded, by layer
+    up: dict[str, jax.Array]  # bytes uploaded, by layer
 
 
 class RoundCarry(NamedTuple):

@@ -25,7 +25,6 @@ from fedjax_pfl.simulation.records import (
     CohortBatch,
     CompiledRounds,
     Evaluation,
-    LayerBytes,
     Log,
     RoundCarry,
     RoundFunctions,
@@ -254,7 +253,7 @@ def _run_group(
     if spec.speeds is not None:
         slots = slots._replace(max_steps=speeds.steps_that_fit(spec.speeds, shared, ids))
     # Payloads are computed on the devices that store the rows, for many clients at once.
-    payloads, outcomes = map_clients(
+    outcomes = map_clients(
         partial(_train, spec, spec.members[g]),
         shared._replace(state=None),
         slots,
@@ -270,21 +269,21 @@ def _run_group(
     if spec.speeds is not None:
         late, missing, seconds = speeds.arrivals(spec.speeds, shared, slots, outcomes)
         dropped |= missing
-        up = trees.zero_unless(~dropped, up)
+        up = {layer: jnp.where(dropped, 0, count) for layer, count in up.items()}
     arrived = present & ~dropped & outcomes.is_accepted
     safe_ids = jnp.where(arrived, ids, spec.federation.clients)
     counts = jnp.asarray(spec.federation.counts, jnp.float32)
     uploads, metrics = outcomes.upload, outcomes.metrics
     if spec.speeds is not None:  # updates after the deadline
-        uploads, metrics = trees.zero_unless(arrived, (uploads, metrics))
+        uploads, metrics = _zeros_unless(arrived, (uploads, metrics))
     weights = counts.at[safe_ids].get(mode="fill", fill_value=0.0)
     if slots.max_steps is not None:
-        uploads = speeds.normalised(uploads, payloads, weights, slots.max_steps)
+        uploads = speeds.normalised(uploads, outcomes.payload, weights, slots.max_steps)
     cohort = Cohort(
         ids=safe_ids,
         arrived=arrived,
         weights=weights,
-        payloads=payloads,
+        payloads=outcomes.payload,
         uploads=uploads,
         t=shared.t,
         key=stage_key(shared.key, RECEIVE, shared.t),
@@ -339,10 +338,11 @@ def _train(
     if spec.max_update_norm is not None:
         is_accepted &= squared_norm <= jnp.square(jnp.float32(spec.max_update_norm))
     traffic = member.traffic(payload, upload)
-    # Here, because a copy of all uploads of a cohort takes long. Otherwise 0 * NaN would spread.
+    # Here, because a copy of all uploads of a cohort takes long.
     arrived = slot.present & ~slot.dropped & is_accepted
-    upload, metrics = trees.zero_unless(arrived, (upload, metrics))
+    upload, metrics = _zeros_unless(arrived, (upload, metrics))
     return ClientOutcome(
+        payload=payload,
         upload=upload,
         client=client,
         metrics=metrics,
@@ -352,14 +352,20 @@ def _train(
     )
 
 
-def _counted(traffic: dict[str, Any], is_counted: jax.Array) -> LayerBytes:
-    """Returns bytes by layer, `traffic`; zeros unless `is_counted`, a bool [].
+def _zeros_unless(arrived: jax.Array, tree: PyTree) -> PyTree:
+    """Returns the tree with zeros where a client did not arrive, because 0 * NaN would spread.
+
+    `arrived` is bool [K] for leaves [K, ...], or a scalar for the leaves of one client.
+    """
+    return trees.where(arrived, tree, jax.tree.map(jnp.zeros_like, tree))
+
+
+def _counted(traffic: dict[str, Any], is_counted: jax.Array) -> dict[str, jax.Array]:
+    """Returns bytes by layer, `traffic`, as int32 scalars; zeros unless `is_counted`, a bool [].
 
     Raises UsageError for a layer of 2 GiB or more.
     """
     for layer, count in traffic.items():
         if isinstance(count, int) and count >= 2**31:
             raise UsageError(f"layer {layer} has {count:,} bytes; at most 2**31 - 1 can be counted")
-    counts = [jnp.int32(count) for count in traffic.values()]
-    stacked = jnp.stack(counts) if counts else jnp.zeros(0, jnp.int32)
-    return LayerBytes(tuple(traffic), jnp.where(is_counted, stacked, 0))
+    return {layer: jnp.where(is_counted, jnp.int32(count), 0) for layer, count in traffic.items()}

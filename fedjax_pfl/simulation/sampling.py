@@ -43,7 +43,7 @@ def _slots_of_group(spec: RoundSpec, g: int, ids: jax.Array) -> Slots:
     """Returns the clients of group `g` in a cohort with these ids, in a fixed number of slots."""
     is_member = spec.membership[g][spec.federation.active]
     if is_member.all():
-        return Slots(ids, np.ones(spec.cohort, bool))
+        return Slots(ids, jnp.ones(spec.cohort, bool))
     in_group = jnp.asarray(spec.membership[g])[ids]
     # At least one slot, also if no active client is in the group: arrays need a length.
     count = max(1, min(spec.cohort, int(np.sum(is_member))))

@@ -29,8 +29,8 @@ def evaluate_clients(
     ids = jnp.arange(n, dtype=jnp.int32) if chosen is None else jnp.asarray(chosen, jnp.int32)
 
     def score_group(g: int) -> Evaluation:
-        in_group, clients = spec.membership[g], state.clients[g]
-        in_group = in_group if chosen is None else in_group[chosen]
+        in_group, clients = jnp.asarray(spec.membership[g]), state.clients[g]
+        in_group = in_group if chosen is None else in_group[ids]
         if spec.is_spread:
             return _score_spread(
                 spec, g, SharedInputs(key=key, state=state, data=data, t=t), ids, in_group
@@ -66,7 +66,7 @@ def score_cohort(
             return _scores(spec, member, shared, item, _served(spec, member, shared, item))
 
         scores = map_clients(score, shared, items, present, spec.chunk, spec.mesh)
-        return trees.zero_unless(present, scores)
+        return _zero_unless(present, scores)
 
     def score_served(
         shared: SharedInputs, item_and_served: tuple[Item, tuple[PyTree, PyTree]]
@@ -74,7 +74,7 @@ def score_cohort(
         return _scores(spec, member, shared, *item_and_served)
 
     # Methods that mix models read the rows of all clients once for many clients.
-    _, scores = map_clients(
+    scores = map_clients(
         score_served,
         shared._replace(state=None),
         items,
@@ -84,11 +84,11 @@ def score_cohort(
         partial(_served, spec, member),
         shared,
     )
-    return trees.zero_unless(present, scores)
+    return _zero_unless(present, scores)
 
 
 def _score_spread(
-    spec: RoundSpec, g: int, shared: SharedInputs, ids: jax.Array, present: Any
+    spec: RoundSpec, g: int, shared: SharedInputs, ids: jax.Array, present: jax.Array
 ) -> Evaluation:
     """Like `score_cohort`, for clients `ids` [K] whose state is spread over devices.
 
@@ -113,7 +113,7 @@ def _score_spread(
         return _scores(spec, member, shared, item, served)
 
     is_tuned = _reads_examples(member, server_inputs, (ids, ids, state.clients[g]))
-    _, scores = map_clients(
+    scores = map_clients(
         score,
         shared._replace(state=None) if has_rows else server_inputs,
         ids,
@@ -125,7 +125,7 @@ def _score_spread(
         block=spec.chunk if is_tuned else None,
         is_spread=True,
     )
-    return trees.zero_unless(present, scores)
+    return _zero_unless(present, scores)
 
 
 def _reads_examples(member: Algorithm, shared: SharedInputs, items: Item) -> bool:
@@ -141,6 +141,10 @@ def _reads_examples(member: Algorithm, shared: SharedInputs, items: Item) -> boo
         return _model(member, shared._replace(data=data), trees.row(items, 0))
 
     return jaxprs.depends_on(model, shared.data, shared._replace(data=None), items)
+
+
+def _zero_unless(present: jax.Array, scores: Evaluation) -> Evaluation:
+    return trees.where(present, scores, jax.tree.map(jnp.zeros_like, scores))
 
 
 def _served(
@@ -182,17 +186,13 @@ def _scores(
     test = Split(data.test.rows[place], data.test.size[place])
     score = partial(_score, spec.federation.task, member, examples)
     score_test = partial(score, split=test, count_confusion=spec.count_confusion)
-    validation_split, counts = examples.validation, spec.federation.validation_counts
-    if counts is not None and not counts.any():
-        # Without rows, no network is compiled that would score nothing.
-        validation_split = validation_split._replace(rows=validation_split.rows[:0])
-    before, validation = score_test(model), score(model, validation_split)
+    before, validation = score_test(model), score(model, examples.validation)
     if not spec.evaluate_after:
         return Evaluation(before=before, validation=validation, after=None)
     ctx = ClientContext(i=i, data=examples, t=t, key=stage_key(key, TRAIN, t, i))
     _, trained_model, _, _ = member.train(payload, client, ctx)
     if spec.validate_after:
-        validation = score(trained_model, validation_split)
+        validation = score(trained_model, examples.validation)
     return Evaluation(before=before, validation=validation, after=score_test(trained_model))
 
 

@@ -14,7 +14,7 @@ weights p_k, steps τ_k and τ_eff = Σ p_k τ_k, the server's model w changes b
 That is the mean of the uploads w + (τ_eff / τ_k) Δ_k. Statistics of BatchNorm are averaged.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -218,7 +218,7 @@ def _of(values: Any, ids: jax.Array) -> jax.Array:
     return array[ids] if array.ndim else jnp.broadcast_to(array, ids.shape)
 
 
-def _total(counts: Mapping[str, Any], ids: jax.Array) -> jax.Array:
+def _total(counts: dict[str, jax.Array], ids: jax.Array) -> jax.Array:
     """Returns the bytes of all layers, float32 [K]: in int32, their sum could overflow."""
     zero = jnp.zeros(ids.shape, jnp.float32)
     return sum((count.astype(jnp.float32) for count in counts.values()), zero)

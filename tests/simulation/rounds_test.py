@@ -20,7 +20,6 @@ from fedjax_pfl.networks.mlp import MLP
 from fedjax_pfl.simulation import ledger
 from fedjax_pfl.simulation.records import CompiledRounds
 from fedjax_pfl.simulation.rounds import make_rounds
-from fedjax_pfl.testing import example
 from tests import cases, tiny
 
 KEY = jax.random.key(11)
@@ -346,19 +345,3 @@ def test_a_round_transfers_nothing_to_the_host():
         jax.block_until_ready((state, logs))
         with pytest.raises(Exception, match="Disallowed host-to-device"):
             rounds.run(key, state, inputs[0], np.int32(0), inputs[2])
-
-
-def test_no_network_is_compiled_for_validation_without_examples():
-    """The network is one matrix product."""
-    data, federation = example.vectors()
-    training = local_training.local_sgd(0.1)
-
-    def products(validation_counts: np.ndarray) -> int:
-        members = federation._replace(validation_counts=validation_counts)
-        algorithm = algorithms.fedavg(MLP(example.CLASSES, ()), training, members)
-        rounds = make_rounds(algorithm, members, cohort=2, evaluate_after=False)
-        state = jax.eval_shape(rounds.init, KEY)
-        return rounds.evaluate.lower(KEY, state, data, scalar(0)).as_text().count("dot_general")
-
-    assert products(federation.validation_counts) == 2
-    assert products(np.zeros_like(federation.validation_counts)) == 1
