@@ -44,7 +44,7 @@ def without_server(algorithm: Algorithm) -> Algorithm:
         return state.server, ()
 
     def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:
-        raise NotImplementedError("rounds without a server are not evaluated")
+        raise AssertionError("rounds without a server are not evaluated")
 
     return algorithm._replace(
         init=init, send=send, receive=receive, personalize=personalize, offload=()
