@@ -145,7 +145,7 @@ class Cohort(NamedTuple):
 
     def present(self, tree: PyTree) -> PyTree:
         """Returns a tree, leaves [K, ...], with zeros in the slots of absent clients."""
-        return trees.where(self.arrived, tree, jax.tree.map(jnp.zeros_like, tree))
+        return trees.zero_unless(self.arrived, tree)
 
 
 class Federation(NamedTuple):

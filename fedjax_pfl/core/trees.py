@@ -141,6 +141,11 @@ def where(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(choose, new, old)
 
 
+def zero_unless(condition: jax.Array, tree: PyTree) -> PyTree:
+    """Returns the tree with zeros where the condition is false; it has the shapes of `where`."""
+    return where(condition, tree, jax.tree.map(jnp.zeros_like, tree))
+
+
 def weighted_mean(tree: PyTree, weights: jax.Array) -> PyTree:
     """Computes Σ_k w_k x_k / Σ_k w_k over axis 0 of every leaf x [K, ...].
 

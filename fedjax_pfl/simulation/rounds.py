@@ -275,7 +275,7 @@ def _run_group(
     counts = jnp.asarray(spec.federation.counts, jnp.float32)
     uploads, metrics = outcomes.upload, outcomes.metrics
     if spec.speeds is not None:  # updates after the deadline
-        uploads, metrics = _zeros_unless(arrived, (uploads, metrics))
+        uploads, metrics = trees.zero_unless(arrived, (uploads, metrics))
     weights = counts.at[safe_ids].get(mode="fill", fill_value=0.0)
     if slots.max_steps is not None:
         uploads = speeds.normalised(uploads, outcomes.payload, weights, slots.max_steps)
@@ -338,9 +338,9 @@ def _train(
     if spec.max_update_norm is not None:
         is_accepted &= squared_norm <= jnp.square(jnp.float32(spec.max_update_norm))
     traffic = member.traffic(payload, upload)
-    # Here, because a copy of all uploads of a cohort takes long.
+    # Here, because a copy of all uploads of a cohort takes long. Otherwise 0 * NaN would spread.
     arrived = slot.present & ~slot.dropped & is_accepted
-    upload, metrics = _zeros_unless(arrived, (upload, metrics))
+    upload, metrics = trees.zero_unless(arrived, (upload, metrics))
     return ClientOutcome(
         payload=payload,
         upload=upload,
@@ -350,14 +350,6 @@ def _train(
         down=_counted(traffic.down, slot.present),
         up=_counted(traffic.up, slot.present & ~slot.dropped),
     )
-
-
-def _zeros_unless(arrived: jax.Array, tree: PyTree) -> PyTree:
-    """Returns the tree with zeros where a client did not arrive, because 0 * NaN would spread.
-
-    `arrived` is bool [K] for leaves [K, ...], or a scalar for the leaves of one client.
-    """
-    return trees.where(arrived, tree, jax.tree.map(jnp.zeros_like, tree))
 
 
 def _counted(traffic: dict[str, Any], is_counted: jax.Array) -> dict[str, jax.Array]:

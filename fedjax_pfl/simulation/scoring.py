@@ -66,7 +66,7 @@ def score_cohort(
             return _scores(spec, member, shared, item, _served(spec, member, shared, item))
 
         scores = map_clients(score, shared, items, present, spec.chunk, spec.mesh)
-        return _zero_unless(present, scores)
+        return trees.zero_unless(present, scores)
 
     def score_served(
         shared: SharedInputs, item_and_served: tuple[Item, tuple[PyTree, PyTree]]
@@ -84,7 +84,7 @@ def score_cohort(
         partial(_served, spec, member),
         shared,
     )
-    return _zero_unless(present, scores)
+    return trees.zero_unless(present, scores)
 
 
 def _score_spread(
@@ -125,7 +125,7 @@ def _score_spread(
         block=spec.chunk if is_tuned else None,
         is_spread=True,
     )
-    return _zero_unless(present, scores)
+    return trees.zero_unless(present, scores)
 
 
 def _reads_examples(member: Algorithm, shared: SharedInputs, items: Item) -> bool:
@@ -141,10 +141,6 @@ def _reads_examples(member: Algorithm, shared: SharedInputs, items: Item) -> boo
         return _model(member, shared._replace(data=data), trees.row(items, 0))
 
     return jaxprs.depends_on(model, shared.data, shared._replace(data=None), items)
-
-
-def _zero_unless(present: jax.Array, scores: Evaluation) -> Evaluation:
-    return trees.where(present, scores, jax.tree.map(jnp.zeros_like, scores))
 
 
 def _served(
