@@ -18,6 +18,7 @@ PAGES = (
 WITH_OUTPUT = ("index.md", "questions.md")
 SECONDS = ("--list", "--only_show", "--summary")
 HOURS = (
+    "attackers",
     "reproduce",
     "studies",
     "leaderboard",

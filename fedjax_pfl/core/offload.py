@@ -84,10 +84,8 @@ def _flatten(tree: PyTree) -> tuple[list[Any], Any]:
 def take_rows(tree: PyTree, ids: Any) -> PyTree:
     """Returns rows `ids` of every leaf, arrays [*ids.shape, ...]. Leaves may be `Offloaded`."""
     leaves, structure = _flatten(tree)
-    if any(map(is_offloaded, leaves)):
-        rows = _read(leaves, jnp.asarray(ids, jnp.int32))
-    else:
-        rows = [leaf[ids] for leaf in leaves]
+    read = iter(_read(list(filter(is_offloaded, leaves)), jnp.asarray(ids, jnp.int32)))
+    rows = [next(read) if is_offloaded(leaf) else leaf[ids] for leaf in leaves]
     return jax.tree.unflatten(structure, rows)
 
 
