@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.papers.pfedla import studies
-from experiments.papers.pfedla.calibration import Point, chosen
+from experiments.papers.pfedla.calibration import Point, chosen, distance, scan
 from experiments.papers.pfedla.similarity import layer_cosines, similarity
 from fedjax_pfl.algorithms.pfedla.layer_mixing import layer_rows
 from fedjax_pfl.core.algorithm import ClientContext, State
@@ -56,27 +56,45 @@ def test_similar_models_weigh_more(kind: str, rows: int):
 
 
 def test_calibration_keeps_the_stated_network_within_two_points():
-    """Distances with BatchNorm: 2 and 1 with 200 images, 1 and 5 with 600; without it 0.0."""
-    first = {(200, True): 58.0, (600, True): 61.0, (200, False): 60.0}
-    second = {
-        Point(200, 4, True): 39.0,
-        Point(200, 10, True): 55.0,
-        Point(600, 4, True): 45.0,
-        Point(200, 4, False): 40.0,
-    }
-    assert chosen(first, second, (60.0, 40.0), stated=True) == (Point(200, 4, True), 2.0)
+    distances = {Point(200, 4, True): 2.0, Point(600, 4, True): 5.0, Point(200, 4, False): 0.0}
+    assert chosen(distances, stated=True) == Point(200, 4, True)
 
 
 def test_calibration_takes_another_network_only_where_the_stated_one_is_far():
-    first = {(200, True): 57.9, (200, False): 59.0}
-    second = {Point(200, 4, True): 40.0, Point(200, 4, False): 41.0}
-    assert chosen(first, second, (60.0, 40.0), stated=True) == (Point(200, 4, False), 1.0)
+    distances = {Point(200, 4, True): 2.1, Point(200, 4, False): 1.0}
+    assert chosen(distances, stated=True) == Point(200, 4, False)
 
 
 def test_calibration_prefers_more_images_then_a_smaller_ratio():
-    first = {(200, True): 60.0, (300, True): 60.02}
-    second = {Point(n, ratio, True): 41.0 for n in (200, 300) for ratio in (2, 4)}
-    assert chosen(first, second, (60.0, 40.0), stated=True) == (Point(300, 2, True), 1.0)
+    distances = {Point(n, ratio, True): 1.0 for n in (200, 300) for ratio in (2, 4)}
+    distances[Point(200, 6, True)] = 0.96
+    assert chosen(distances, stated=True) == Point(300, 2, True)
+
+
+def test_calibration_runs_near_points_with_further_seeds():
+    """Published: 60 and 40. Distances after one seed: 1, 4 (just near enough), 5 and 9."""
+    first = {100: 51.0, 200: 61.0, 300: 65.0}
+    second = {(200, 2): 40.0, (200, 4): 44.0, (300, 2): 40.0}
+    calls = []
+
+    def local(partition: str, point: Point, seed: int) -> float:
+        calls.append((partition, point.images, point.ratio, seed))
+        if partition == "classes":
+            return first[point.images] + 0.5 * seed
+        return second[point.images, point.ratio]
+
+    points = [Point(*p, False) for p in ((100, 2), (200, 2), (200, 4), (300, 2))]
+    scores = scan(points, 2, (60.0, 40.0), local)
+    assert sorted(calls) == [
+        *((("classes", n, 0, 0)) for n in (100, 200)),
+        ("classes", 200, 0, 1),
+        ("classes", 300, 0, 0),
+        *(("dominant", 200, ratio, seed) for ratio in (2, 4) for seed in (0, 1)),
+    ]
+    assert scores["classes", Point(200, 0, False)] == [61.0, 61.5]
+    assert distance(points[1], scores, (60.0, 40.0)) == 1.25
+    assert distance(points[2], scores, (60.0, 40.0)) == 4.0
+    assert distance(points[3], scores, (60.0, 40.0)) == 5.0  # a lower bound
 
 
 def test_rows_of_the_sweep_of_eta():

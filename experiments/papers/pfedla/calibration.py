@@ -5,11 +5,12 @@ comparison is looked at.
 
 python -m experiments.studies pfedla calibration --dataset=cifar10 --seeds=5
 
-A seed draws the partition and the training; all points are run with one seed before the next.
+A seed draws the partition and the training; all points are run with one seed before the next. A
+point that is far from the published accuracies is not run with further seeds.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from fedjax_pfl.core.errors import UsageError
 
 IMAGES = (100, 150, 200, 300, 600)  # 100 clients have at most 600 each
 RATIOS = (2, 4, 6, 10)
+MARGIN = 3.0  # points of accuracy; more than the deviation over partitions
 BATCH_NORM = {"cifar10": (True, False), "emnist_digits": (False,)}  # the paper: on CIFAR only
 
 
@@ -33,30 +35,77 @@ class Point(NamedTuple):
     batch_norm: bool  # the paper has it on CIFAR
 
 
-def chosen(
-    first: Mapping[tuple[int, bool], float],
-    second: Mapping[Point, float],
-    published: tuple[float, float],
-    stated: bool,
-) -> tuple[Point, float]:
-    """Returns the point nearest to Local's published accuracies, and its distance.
+Key = tuple[str, Point]  # a partition and a point; the first partition has no ratio
+Scores = Mapping[Key, Sequence[float]]  # accuracies in per cent, by seed
 
-    The distance is the larger one of the two splits; `first` has accuracies in per cent by images
-    and BatchNorm. The network is the stated one if it comes within two points. Equal distances, to
-    a tenth, are decided by more images, then by a smaller ratio.
+
+def keys(point: Point) -> tuple[Key, Key]:
+    """Returns the keys of a point's runs on both partitions."""
+    return ("classes", point._replace(ratio=0)), ("dominant", point)
+
+
+def distance(point: Point, scores: Scores, published: tuple[float, float]) -> float:
+    """Returns the larger distance of the mean accuracies from the published ones, by partition.
+
+    A partition without a run counts 0, so that this is a lower bound of the distance.
     """
-    distances = {
-        point: max(
-            abs(first[point.images, point.batch_norm] - published[0]),
-            abs(accuracy - published[1]),
-        )
-        for point, accuracy in second.items()
-    }
+    distances = [
+        abs(float(np.mean(scores[key])) - value)
+        for key, value in zip(keys(point), published, strict=True)
+        if scores.get(key)
+    ]
+    return max(distances, default=0.0)
+
+
+def chosen(distances: Mapping[Point, float], stated: bool) -> Point:
+    """Returns the point nearest to Local's published accuracies.
+
+    The network is the stated one, with or without BatchNorm, if it comes within two points. Equal
+    distances, to a tenth, are decided by more images, then by a smaller ratio.
+    """
     as_stated = {p: d for p, d in distances.items() if p.batch_norm == stated}
     if min(as_stated.values()) <= 2:
         distances = as_stated
-    point = min(distances, key=lambda p: (round(distances[p], 1), -p.images, p.ratio))
-    return point, distances[point]
+    return min(distances, key=lambda p: (round(distances[p], 1), -p.images, p.ratio))
+
+
+def scan(
+    points: Sequence[Point],
+    seeds: int,
+    published: tuple[float, float],
+    local: Callable[[str, Point, int], float],
+) -> dict[Key, list[float]]:
+    """Returns the accuracies of Local, by partition, point and seed.
+
+    Args:
+      points: Points to compare.
+      seeds: Number of seeds. All points are run with one seed before the next.
+      published: Accuracies on both partitions, in per cent.
+      local: Trains Local; takes a partition, a point and a seed.
+
+    With every seed only those points are run whose distance so far is at most `MARGIN` above the
+    least one of points that have runs on both partitions. Networks are compared apart.
+    """
+    scores: dict[Key, list[float]] = {}
+
+    def open_points() -> list[Point]:
+        """Returns the points that can still be nearest, the nearest so far first."""
+        distances = {point: distance(point, scores, published) for point in points}
+        least: dict[bool, float] = {}
+        for point, d in distances.items():
+            if all(key in scores for key in keys(point)):
+                least[point.batch_norm] = min(d, least.get(point.batch_norm, np.inf))
+        near = [p for p in points if distances[p] <= least.get(p.batch_norm, np.inf) + MARGIN]
+        return sorted(near, key=lambda p: distances[p])
+
+    for seed in range(seeds):
+        for k in range(2):  # the first partition of all points before the second one
+            for point in open_points():
+                key = keys(point)[k]
+                known = scores.setdefault(key, [])
+                if len(known) == seed and point in open_points():
+                    known.append(local(*key, seed))
+    return scores
 
 
 def calibration() -> tuple[dict[str, Any], Figure]:
@@ -64,37 +113,25 @@ def calibration() -> tuple[dict[str, Any], Figure]:
     if DATASET.value not in BATCH_NORM:
         raise UsageError(f"calibration has --dataset={' or '.join(BATCH_NORM)}")
     kinds = BATCH_NORM[DATASET.value]
-    firsts = list(itertools.product(IMAGES, kinds))
-    seconds = [Point(*point) for point in itertools.product(IMAGES, RATIOS, kinds)]
-    scores: dict[Any, list[float]] = {key: [] for key in (*firsts, *seconds)}
-    for seed in range(SEEDS.value):  # all points with one seed, before the next seed
-        for images, norm in firsts:
-            scores[images, norm].append(_local("classes", Point(images, RATIOS[0], norm), seed))
-        for point in seconds:
-            scores[point].append(_local("dominant", point, seed))
-    spreads = {key: mean_std(values) for key, values in scores.items()}
-    means = {key: spread["mean"] for key, spread in spreads.items()}
+    points = [Point(*point) for point in itertools.product(IMAGES, RATIOS, kinds)]
     published = _published()
-    point, distance = chosen(
-        {key: means[key] for key in firsts},
-        {key: means[key] for key in seconds},
-        (published[0][0], published[1][0]),
-        kinds[0],
-    )
+    means = (published[0][0], published[1][0])
+    scores = scan(points, SEEDS.value, means, _local)
+    complete = [p for p in points if all(len(scores.get(k, ())) == SEEDS.value for k in keys(p))]
+    distances = {point: distance(point, scores, means) for point in complete}
+    best = chosen(distances, kinds[0])
     numbers: dict[str, Any] = {
-        "chosen": {**point._asdict(), "distance": distance},
+        "chosen": {**best._asdict(), "distance": distances[best]},
         "published": {
             f"table{k + 1}": {"mean": mean, "std": std} for k, (mean, std) in enumerate(published)
         },
     }
-    for norm in kinds:
-        suffix = "BatchNorm" if norm else "no BatchNorm"
-        numbers[f"first split, {suffix}"] = {str(n): spreads[n, norm] for n in IMAGES}
-        for ratio in RATIOS:
-            numbers[f"second split, {suffix}, ratio {ratio}"] = {
-                str(n): spreads[Point(n, ratio, norm)] for n in IMAGES
-            }
-    return numbers, _figure(spreads, published)
+    for (partition, point), values in sorted(scores.items()):
+        name = "first split" if partition == "classes" else f"second split, ratio {point.ratio}"
+        name += ", BatchNorm" if point.batch_norm else ", no BatchNorm"
+        spread = {**mean_std(values), "seeds": len(values)}
+        numbers.setdefault(name, {})[str(point.images)] = spread
+    return numbers, _figure(scores, published)
 
 
 def _local(partition: str, point: Point, seed: int) -> float:
@@ -102,7 +139,8 @@ def _local(partition: str, point: Point, seed: int) -> float:
     config = row("local", partition, DATASET.value, 10)
     config.partition_seed = seed
     config.classes.examples = config.dominant.examples = point.images
-    config.dominant.ratio = float(point.ratio)
+    if partition == "dominant":
+        config.dominant.ratio = float(point.ratio)
     config.lenet.batch_norm = point.batch_norm
     name = f"calibration-{partition}-{point.images}-bn{int(point.batch_norm)}"
     if partition == "dominant":
@@ -116,11 +154,10 @@ def _published() -> list[tuple[float, float]]:
     return [tuple(PUBLISHED[table]["rows"]["local"][column]) for table in ("table1", "table2")]
 
 
-def _figure(spreads: Mapping[Any, Any], published: list[tuple[float, float]]) -> Figure:
+def _figure(scores: Scores, published: list[tuple[float, float]]) -> Figure:
     """Draws accuracy over images on both splits; bands are the published values."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     axes = figure.subplots(1, 2)
-    kinds = BATCH_NORM[DATASET.value]
     for axis, (mean, std), title in zip(
         axes, published, ("a few classes per client", "all classes, some dominant"), strict=True
     ):
@@ -128,19 +165,38 @@ def _figure(spreads: Mapping[Any, Any], published: list[tuple[float, float]]) ->
         axis.set(title=title, xlabel="images per client", ylabel="accuracy of Local (%)")
         axis.set_xscale("log", base=2)
         axis.set_xticks(IMAGES, [str(n) for n in IMAGES])
+    kinds = BATCH_NORM[DATASET.value]
     for norm, style in zip(kinds, ("-", "--"), strict=False):
-        suffix = "" if norm else ", no BatchNorm"
-        _line(axes[0], [spreads[n, norm] for n in IMAGES], COLOURS[0], style, "Local" + suffix)
+        suffix = "" if norm or len(kinds) == 1 else ", no BatchNorm"
+        first = [Point(images, 0, norm) for images in IMAGES]
+        _line(axes[0], "classes", first, scores, COLOURS[0], style, "Local" + suffix)
         for ratio, colour in zip(RATIOS, COLOURS, strict=False):
-            values = [spreads[Point(n, ratio, norm)] for n in IMAGES]
-            _line(axes[1], values, colour, style, f"ratio {ratio}{suffix}")
+            second = [Point(images, ratio, norm) for images in IMAGES]
+            _line(axes[1], "dominant", second, scores, colour, style, f"ratio {ratio}{suffix}")
     for axis in axes:
         axis.legend(frameon=False, fontsize=7)
     return figure
 
 
-def _line(axis: Any, spreads: list[Any], colour: str, style: str, label: str) -> None:
-    """Draws means over images, with bars of one deviation over partitions."""
-    means = np.array([spread["mean"] for spread in spreads])
-    bars = [spread["std"] or 0.0 for spread in spreads]
-    axis.errorbar(IMAGES, means, bars, color=colour, linestyle=style, label=label, capsize=2)
+def _line(
+    axis: Any,
+    partition: str,
+    points: Sequence[Point],
+    scores: Scores,
+    colour: str,
+    style: str,
+    label: str,
+) -> None:
+    """Draws means over the images of points with runs, and bars of one deviation over seeds."""
+    points = [point for point in points if scores.get((partition, point))]
+    spreads = [mean_std(scores[partition, point]) for point in points]
+    axis.errorbar(
+        [point.images for point in points],
+        [spread["mean"] for spread in spreads],
+        [spread["std"] or 0.0 for spread in spreads],
+        color=colour,
+        linestyle=style,
+        marker=".",
+        label=label,
+        capsize=2,
+    )
