@@ -210,7 +210,7 @@ def main(argv: Sequence[str]) -> None:
         options: list[Any] = [flag_values[name].value for name in _PASSED]
         if flag_values.server:
             prepare_devices()
-            row = server_share.measure(method, int(clients), *options[:3])
+            row = server_share.measure(method, int(clients), *options[:3], flag_values.hidden)
         else:
             row = measure(method, int(clients), *options)
         print(json.dumps(row))
@@ -227,11 +227,19 @@ def main(argv: Sequence[str]) -> None:
     for clients in flag_values.clients:
         for method in methods:
             label = method if flag_values.model == "lenet" else f"{method}, {flag_values.model}"
+            if (
+                flag_values.server
+                and method == "pfedla"
+                and not flag_values["hidden"].using_default_value
+            ):
+                label += f", {flag_values.hidden} hidden units"
             rows = results.setdefault(label, [])
             key = (int(clients), flag_values.store)
             if any((row["clients"], row["store"]) == key for row in rows):
                 continue
-            flag = [f"--{name}={flag_values[name].value}" for name in (*_PASSED, "server")]
+            flag = [
+                f"--{name}={flag_values[name].value}" for name in (*_PASSED, "server", "hidden")
+            ]
             command = [sys.executable, "-m", "experiments.many_clients", *flag]
             ran = subprocess.run(
                 [*command, f"--only={method}:{clients}"], capture_output=True, text=True
@@ -264,6 +272,9 @@ if __name__ == "__main__":
     flags.DEFINE_list("methods", ["fedavg", "fedper", "local", "pfedhn"], "Methods.")
     flags.DEFINE_enum("store", "disk", STORES, "Where client-side state is stored.")
     flags.DEFINE_bool("server", False, "Measure the server's part of a round.")
+    flags.DEFINE_integer(
+        "hidden", 100, "Hidden units of pFedLA's hypernetworks, with --server.", lower_bound=1
+    )
     flags.DEFINE_integer("cohort", 100, "Clients in a round.", lower_bound=1)
     flags.DEFINE_integer("rounds", 3, "Timed rounds.", lower_bound=1)
     flags.DEFINE_integer(

@@ -60,6 +60,7 @@ class _Rounds:
       cohort: Number of clients in a round.
       epochs: Local steps of a client, because a client has one batch of examples.
       store: Where the state is kept, one of `programs.STORES`.
+      settings: Settings of the method.
       change: Changes the method.
     """
 
@@ -70,6 +71,7 @@ class _Rounds:
         cohort: int,
         epochs: int,
         store: str,
+        settings: Mapping[str, Any],
         change: Callable[[Algorithm], Algorithm] = lambda algorithm: algorithm,
     ) -> None:
         functions, data = make_functions(
@@ -79,6 +81,7 @@ class _Rounds:
             train=BATCH,
             batch=BATCH,
             epochs=epochs,
+            settings=settings,
             change=change,
             mesh=execution_plan.mesh(None, cohort, several=False),
             by_client=store == "sharded",
@@ -119,18 +122,22 @@ def product_seconds(clients: int, cohort: int, parameters: int, repeats: int) ->
     return best * cohort / side
 
 
-def measure(method: str, clients: int, cohort: int, repeats: int, store: str) -> dict[str, Any]:
+def measure(
+    method: str, clients: int, cohort: int, repeats: int, store: str, hidden: int
+) -> dict[str, Any]:
     """Measures a round of LeNet in this process. Returns the entry of the results file.
 
-    Seconds are the least of `repeats` turns. Other arguments are those of `_Rounds`.
+    Seconds are the least of `repeats` turns. `hidden` is the number of hidden units of pFedLA's
+    hypernetworks. Other arguments are those of `_Rounds`.
     """
+    settings = {"hidden": hidden} if method == "pfedla" else {}
     cohort, few = min(cohort, clients), min(cohort, clients, _FEW)
     resident = work.resident_memory()
-    with_server = _Rounds(method, clients, cohort, 1, store)
+    with_server = _Rounds(method, clients, cohort, 1, store, settings)
     with_server.seconds()
     peak = work.peak_memory() - resident
-    without = _Rounds(method, clients, cohort, 1, "device", without_server)
-    all_steps = _Rounds(method, clients, few, STEPS, "device", without_server)
+    without = _Rounds(method, clients, cohort, 1, "device", settings, without_server)
+    all_steps = _Rounds(method, clients, few, STEPS, "device", settings, without_server)
     rounds = (with_server, without, all_steps)
     turns = [tuple(part.seconds() for part in rounds) for _ in range(repeats)]
     seconds, seconds_without, seconds_few = map(min, zip(*turns, strict=True))
@@ -162,11 +169,13 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> text_tables.Table:
-    """Returns a table of results of `measure`, by method."""
+    """Returns a table of results of `measure`, by method, or by method and setting."""
     rows = []
     for method, measured in results.items():
         for row in sorted(measured, key=lambda row: (row["clients"], row["store"])):
-            label = f"{METHODS[method].title}, {row['cohort']:,} of {row['clients']:,} clients"
+            name, _, detail = method.partition(", ")
+            label = ", ".join(filter(None, (METHODS[name].title, detail)))
+            label += f", {row['cohort']:,} of {row['clients']:,} clients"
             cells = [
                 row["store"],
                 f"{row['training']:.3g}",

@@ -42,7 +42,9 @@ def test_clients_do_the_same_work_without_the_server(name: str):
 
 
 def test_a_row_as_text_and_in_the_table():
-    table = server_share.table({"pfedla": [ROW, {**ROW, "clients": 200}]})
+    rows = {"pfedla": [ROW, {**ROW, "clients": 200}], "pfedla, 4 hidden units": [ROW]}
+    table = server_share.table(rows)
+    assert table.rows.pop()[0] == "pFedLA, 4 hidden units, 100 of 1,000 clients"
     assert table.rows == [
         ["pFedLA, 100 of 200 clients", "sharded", "18", "2", "1.5", "10.0 %", "2.5", "4"],
         [
@@ -59,7 +61,7 @@ def test_a_row_as_text_and_in_the_table():
 
 @pytest.mark.slow("compiles LeNet's programs three times")
 def test_measured_row():
-    row = server_share.measure("fedamp", 12, 4, 1, "device")
+    row = server_share.measure("fedamp", 12, 4, 1, "device", hidden=100)
     assert row["training"] > 0
     assert 0 <= row["share"] < 1
     assert row["products"] > 0
