@@ -210,7 +210,10 @@ def main(argv: Sequence[str]) -> None:
         options: list[Any] = [flag_values[name].value for name in _PASSED]
         if flag_values.server:
             prepare_devices()
-            row = server_share.measure(method, int(clients), *options[:3], flag_values.hidden)
+            cohort, rounds, store = options[:3]
+            row = server_share.measure(
+                method, int(clients), cohort, rounds, store, flag_values.hidden
+            )
         else:
             row = measure(method, int(clients), *options)
         print(json.dumps(row))

@@ -52,7 +52,7 @@ def distance(point: Point, scores: Scores, published: tuple[float, float]) -> fl
     distances = [
         abs(float(np.mean(scores[key])) - value)
         for key, value in zip(keys(point), published, strict=True)
-        if scores.get(key)
+        if key in scores
     ]
     return max(distances, default=0.0)
 
@@ -102,9 +102,8 @@ def scan(
         for k in range(2):  # the first partition of all points before the second one
             for point in open_points():
                 key = keys(point)[k]
-                known = scores.setdefault(key, [])
-                if len(known) == seed and point in open_points():
-                    known.append(local(*key, seed))
+                if len(scores.get(key, ())) == seed and point in open_points():
+                    scores.setdefault(key, []).append(local(*key, seed))
     return scores
 
 
@@ -126,10 +125,11 @@ def calibration() -> tuple[dict[str, Any], Figure]:
             f"table{k + 1}": {"mean": mean, "std": std} for k, (mean, std) in enumerate(published)
         },
     }
-    for (partition, point), values in sorted(scores.items()):
+    for key in sorted({key for point in points for key in keys(point)}):
+        partition, point = key
         name = "first split" if partition == "classes" else f"second split, ratio {point.ratio}"
         name += ", BatchNorm" if point.batch_norm else ", no BatchNorm"
-        spread = {**mean_std(values), "seeds": len(values)}
+        spread = {**mean_std(scores[key]), "seeds": len(scores[key])} if key in scores else None
         numbers.setdefault(name, {})[str(point.images)] = spread
     return numbers, _figure(scores, published)
 
@@ -188,7 +188,7 @@ def _line(
     label: str,
 ) -> None:
     """Draws means over the images of points with runs, and bars of one deviation over seeds."""
-    points = [point for point in points if scores.get((partition, point))]
+    points = [point for point in points if (partition, point) in scores]
     spreads = [mean_std(scores[partition, point]) for point in points]
     axis.errorbar(
         [point.images for point in points],
