@@ -1,11 +1,13 @@
 """Tests of the studies of pFedLA: mixing by similarity, and the sweep of eta."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.papers.pfedla import studies
+from experiments.papers.pfedla import calibration, studies
 from experiments.papers.pfedla.calibration import Point, chosen, distance, scan
 from experiments.papers.pfedla.similarity import layer_cosines, similarity
 from fedjax_pfl.algorithms.pfedla.layer_mixing import layer_rows
@@ -55,20 +57,10 @@ def test_similar_models_weigh_more(kind: str, rows: int):
         np.testing.assert_allclose(leaf, expected, rtol=1e-5)
 
 
-def test_calibration_keeps_the_stated_network_within_two_points():
-    distances = {Point(200, 4, True): 2.0, Point(600, 4, True): 5.0, Point(200, 4, False): 0.0}
-    assert chosen(distances, stated=True) == Point(200, 4, True)
-
-
-def test_calibration_takes_another_network_only_where_the_stated_one_is_far():
-    distances = {Point(200, 4, True): 2.1, Point(200, 4, False): 1.0}
-    assert chosen(distances, stated=True) == Point(200, 4, False)
-
-
 def test_calibration_prefers_more_images_then_a_smaller_ratio():
     distances = {Point(n, ratio, True): 1.0 for n in (200, 300) for ratio in (2, 4)}
     distances[Point(200, 6, True)] = 0.96
-    assert chosen(distances, stated=True) == Point(300, 2, True)
+    assert chosen(distances) == Point(300, 2, True)
 
 
 def test_calibration_runs_near_points_with_further_seeds():
@@ -95,6 +87,30 @@ def test_calibration_runs_near_points_with_further_seeds():
     assert distance(points[1], scores, (60.0, 40.0)) == 1.25
     assert distance(points[2], scores, (60.0, 40.0)) == 4.0
     assert distance(points[3], scores, (60.0, 40.0)) == 5.0  # a lower bound
+
+
+@pytest.mark.parametrize(("offset", "networks"), [(1.9, {True}), (2.1, {True, False})])
+def test_calibration_tries_another_network_if_the_stated_one_is_far(
+    offset: float, networks: set[bool], monkeypatch: pytest.MonkeyPatch
+):
+    """Published for Local on CIFAR-10: 59.44 and 39.79."""
+    tried = set()
+
+    def local(partition: str, point: Point, seed: int) -> float:
+        tried.add(point.batch_norm)
+        value = 59.44 if partition == "classes" else 39.79
+        return value + (offset if point.batch_norm else 0.0) + (point.images != 200)
+
+    monkeypatch.setattr(calibration, "_local", local)
+    monkeypatch.setattr(calibration, "DATASET", SimpleNamespace(value="cifar10"))
+    monkeypatch.setattr(calibration, "SEEDS", SimpleNamespace(value=2))
+    numbers, figure = calibration.calibration()
+    assert tried == networks
+    distance = offset if len(networks) == 1 else 0.0
+    expected = {"images": 200, "ratio": 2, "batch_norm": len(networks) == 1, "distance": distance}
+    assert numbers["chosen"] == pytest.approx(expected)
+    assert numbers["second split, ratio 2, BatchNorm"]["200"]["seeds"] == 2
+    assert len(figure.axes) == 2
 
 
 def test_rows_of_the_sweep_of_eta():
