@@ -8,11 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.core.errors import UsageError, first_line
+from fedjax_pfl.simulation import stores
 
 
 def save(path: str | os.PathLike[str], state: Any) -> None:
-    """Writes a tree of arrays, such as the state of a `Simulation`, to one .npz file.
+    """Writes a tree of arrays, or the state of a `Simulation` with any store, to one .npz file.
 
     The file is complete or absent: an interrupted call keeps the previous one.
 
@@ -22,7 +24,7 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
     ...     restore(f"{folder}/state.npz", like={"rounds": np.zeros(3, int)})["rounds"]
     array([0, 1, 2])
     """
-    arrays = {name: np.asarray(leaf) for name, leaf in _named_leaves(state).items()}
+    arrays = {name: np.asarray(leaf) for name, leaf in _named_leaves(_to_arrays(state)).items()}
     path = Path(path)
     partial = path.with_name(f".{path.name}.partial")
     with open(partial, "wb") as file:
@@ -42,11 +44,13 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
 
     Args:
       path: The file.
-      like: A tree with the same structure, shapes and dtypes, such as `simulation.init()`.
+      like: A tree with the same structure, shapes and dtypes, such as `simulation.init()`; the
+        stores of both simulations may differ.
 
     Returns:
       The saved tree, with NumPy arrays.
     """
+    like = _to_arrays(like)
     leaves = _named_leaves(like)
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -70,6 +74,11 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
             )
         arrays.append(stored[name].reshape(-1).view(dtype).reshape(shape))
     return jax.tree.unflatten(jax.tree.structure(like), arrays)
+
+
+def _to_arrays(tree: Any) -> Any:
+    """Returns a state of any store with arrays [N, ...] of all clients; other trees unchanged."""
+    return stores.to_arrays(tree) if isinstance(tree, State) else tree
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
