@@ -84,7 +84,8 @@ class StreamedProgram:
         self._observe: dict[Any, tuple[list[str], Callable[..., list[Any]]]] = {}
         self.offloaded_rows: OffloadedRows | None = None  # set by the first state
         self.worker = ThreadPoolExecutor(1)
-        self.prefetched: tuple[int, Future[list[FetchedCohort]]] | None = None  # round, cohort
+        # The store and round of a cohort, and the cohort.
+        self.prefetched: tuple[ClientStore, int, Future[list[FetchedCohort]]] | None = None
         self.stale = self._no_ids()  # of each group, clients that changed since the fetch
         self._capacity = functools.cache(lambda n, test: max_examples(self.data, n, test=test))
 
@@ -228,7 +229,7 @@ class StreamedProgram:
             new_clients, pending, logs = jax.device_get((trained.clients, pending, logs))
             shared = trained._replace(clients=())
             if self.prefetched is not None:
-                self.prefetched[1].result()  # the store is not written while it is read
+                self.prefetched[2].result()  # the store is not written while it is read
             for g, log in enumerate(logs):
                 ids = log.ids[log.arrived]
                 all_arrived = log.arrived.all()  # saves a copy
@@ -327,17 +328,17 @@ class StreamedProgram:
 
     def _next_cohort(self, clients: ClientStore, t: int) -> list[FetchedCohort]:
         """Returns the cohort of round `t`, one entry per group; fetches it if necessary."""
-        if self.prefetched is None or self.prefetched[0] != t:
+        if self.prefetched is None or self.prefetched[0] is not clients or self.prefetched[1] != t:
             self._prefetch(clients, t)
         assert self.prefetched is not None
-        return self.prefetched[1].result()
+        return self.prefetched[2].result()
 
     def _prefetch(self, clients: ClientStore, t: int) -> None:
         """Starts to fetch the cohort of round `t` in the worker thread."""
         # Sample now: in the worker this would wait for the round that is submitted next.
         slots = self.sample(self.key, self._number(t))
         self.stale = self._no_ids()
-        self.prefetched = t, self.worker.submit(self._fetch_cohort, clients, slots)
+        self.prefetched = clients, t, self.worker.submit(self._fetch_cohort, clients, slots)
 
     def _fetch_cohort(self, clients: ClientStore, slots: Sequence[Slots]) -> list[FetchedCohort]:
         """Fetches the sampled clients of each group, given the slots of each group."""

@@ -136,6 +136,22 @@ def test_a_state_may_be_changed_between_rounds(method, data):
     assert not np.any(state.server["params"]["fc1"]["bias"] == np.float32(0.01))
 
 
+def test_rounds_of_two_states_may_alternate(method, data):
+    """A store that fetches the next cohort must not take it from the other state."""
+    losses = {}
+    for store in ("device", "host"):
+        loop = simulation(method, data, store=store)
+        first, _ = loop.run_rounds(loop.init(), 0, 3)
+        second, _ = loop.run_round(loop.init(), 2)
+        logs = []
+        for t in range(3, 8):
+            first, log = loop.run_round(first, t)
+            second, other_log = loop.run_round(second, t)
+            logs += [log, other_log]
+        losses[store] = [log.metrics["loss"] for log in logs]
+    np.testing.assert_allclose(losses["host"], losses["device"], rtol=1e-5)
+
+
 def test_diagnostics_of_a_state(data):
     training = pfl.local_sgd(learning_rate=0.05)
     network = pfl.networks.MLP(outputs=10, hidden=())
