@@ -5,7 +5,7 @@ jaxpr: it computes repeated rows once, and recognises leaves that an earlier pha
 leaves that differ between clients are computed for all of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +46,7 @@ def initial_state(
     split: Callable[[Any], tuple[PyTree, PyTree]],
     arguments: PyTree,
     fetch: Callable[[int], Any],
+    stored: Collection[int],
 ) -> tuple[PyTree, list[InitialLeaf]]:
     """Computes init(*arguments), with rows that are equal for all clients only once.
 
@@ -54,6 +55,7 @@ def initial_state(
       split: Maps its result to two trees: one to compute in full, and one with leaves [N, ...].
       arguments: Tuple of the arguments, with shapes instead of arrays.
       fetch: Returns the array of leaf `k` of the arguments; called only for leaves that are needed.
+      stored: Indices of the leaves of the arguments that `InitialLeaf.argument` may name.
 
     Returns:
       The first tree of the split, and a list of the leaves of the second tree.
@@ -77,7 +79,7 @@ def initial_state(
         kinds.clear()
         results = [_expand(value) for value in values[:rest_count]]
         for value in values[rest_count:]:
-            matches = [k for k, leaf in enumerate(leaves) if leaf is value]
+            matches = [k for k in stored if leaves[k] is value]
             if matches:
                 kinds.append(matches[0])
             elif isinstance(value, Repeated):

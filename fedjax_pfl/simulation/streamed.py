@@ -113,7 +113,7 @@ class StreamedProgram:
         shapes = jax.tree.map(shape, arguments)
         split = partial(split_state, self.spec.original)
         client_shapes = split(jax.eval_shape(self.functions.init, *shapes))[1]
-        rest, initial = initial_state(self.functions.init, split, shapes, fetch)
+        rest, initial = initial_state(self.functions.init, split, shapes, fetch, stored)
         stores = []
         for tree in client_shapes:
             leaves_of_tree = [initial.pop(0) for _ in jax.tree.leaves(tree)]

@@ -9,6 +9,7 @@ import pytest
 import fedjax_pfl as pfl
 from fedjax_pfl.algorithms import METHODS
 from fedjax_pfl.simulation.simulation import Simulation
+from fedjax_pfl.simulation.stores import to_arrays
 from tests.commands import message
 
 X = np.zeros((2, 2))
@@ -150,6 +151,17 @@ def test_rounds_of_two_states_may_alternate(method, data):
             logs += [log, other_log]
         losses[store] = [log.metrics["loss"] for log in logs]
     np.testing.assert_allclose(losses["host"], losses["device"], rtol=1e-5)
+
+
+def test_a_phase_in_another_store_starts_with_the_rows_of_the_last(data):
+    training = pfl.local_sgd(learning_rate=0.05)
+    network = pfl.networks.MLP(outputs=10, hidden=())
+    method = pfl.fedcac(network, training, data.federation)
+    on_device, on_host = (
+        Simulation(method, data, store=store, devices=1) for store in ("device", "host")
+    )
+    state, _ = on_device.run_round(on_device.init(), 0)
+    assert_equal(to_arrays(on_host.init(state)), state)
 
 
 def test_diagnostics_of_a_state(data):
