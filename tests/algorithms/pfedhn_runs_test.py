@@ -55,6 +55,14 @@ def test_length_of_embeddings_and_the_remark_on_their_memory(clients, settings, 
     assert built.remarks == ((start + message,) if message else ())
 
 
+def test_clients_of_a_frozen_phase_may_have_simulated_time():
+    """The steps of a round are counted from shapes, without the state of the earlier phase."""
+    phases = ({}, {"participants": "held_out", "pfedhn": {"frozen": True}})
+    changes = {"algorithm": "pfedhn", "held_out": 2, "phases": phases, "step_seconds": 0.1}
+    config = configuration.complete({**SMALL, **changes, "pfedhn": {"width": 4, "depth": 1}})
+    assert [phase.begin for phase in build.build(config).phases] == [0, 4]
+
+
 @pytest.mark.slow("a run of two phases")
 def test_held_out_clients_are_fitted_with_a_frozen_hypernetwork(tmp_path: Path):
     settings = {"width": 4, "depth": 1, "spectral_norm": True}

@@ -227,6 +227,8 @@ def test_starts_of_phases():
         jax.eval_shape(make(embedding=7).init, KEY, start)
     with pytest.raises(UsageError, match="has trained φ"):
         jax.eval_shape(make(frozen=True).init, KEY)
+    shapes = jax.eval_shape(make(frozen=True, first_round=1).init, KEY)
+    assert (shapes.server.phi, shapes.rows) == (start.server.phi, start.rows)
 
 
 def test_proposition_1():

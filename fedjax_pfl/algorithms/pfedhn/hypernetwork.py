@@ -150,11 +150,14 @@ def build_algorithm(
         """Returns a new state, or the state of an earlier phase with all momentum reset.
 
         Raises UsageError if the earlier phase had another method, network or hypernetwork, and for
-        `frozen` without an earlier phase.
+        `frozen` in the first phase. Without `start` the state of a later phase is for shapes only.
         """
         state = new_state(key)
-        if start is None and settings.frozen:
-            raise UsageError(f"{name}.frozen is for a phase after one that has trained φ")
+        if start is None and settings.frozen and settings.first_round == 0:
+            raise UsageError(
+                f"{name}.frozen is for a phase after one that has trained φ; a program that calls "
+                "the factory gives the phase's first_round, above 0"
+            )
         if start is None:
             return state
 

@@ -56,6 +56,7 @@ def pfedhn(
     spectral_norm: bool = False,
     average: bool = False,
     frozen: bool = False,
+    first_round: int = 0,
 ) -> Algorithm:
     """pFedHN: one hypernetwork generates all layers of every client's model.
 
@@ -74,6 +75,7 @@ def pfedhn(
       spectral_norm: Divide each weight matrix of the hypernetwork by its largest singular value.
       average: Average the gradients of a round's clients instead of adding them.
       frozen: Train the embeddings alone, in a later phase for clients that were held out.
+      first_round: First round of the phase; `run` passes it. Above 0 if `frozen`.
     """
     settings = Settings(
         rate=rate,
@@ -87,6 +89,7 @@ def pfedhn(
         spectral_norm=spectral_norm,
         average=average,
         frozen=frozen,
+        first_round=first_round,
     )
     return build_algorithm("pfedhn", models, training, federation, settings, head_is_local=False)
 
@@ -107,6 +110,7 @@ def pfedhn_pc(
     spectral_norm: bool = False,
     average: bool = False,
     frozen: bool = False,
+    first_round: int = 0,
 ) -> Algorithm:
     """pFedHN-PC: pFedHN of all layers but the last, which stays with the client.
 
@@ -125,6 +129,7 @@ def pfedhn_pc(
       spectral_norm: Divide each weight matrix of the hypernetwork by its largest singular value.
       average: Average the gradients of a round's clients instead of adding them.
       frozen: Train the embeddings alone, in a later phase for clients that were held out.
+      first_round: First round of the phase; `run` passes it. Above 0 if `frozen`.
     """
     settings = Settings(
         rate=rate,
@@ -138,6 +143,7 @@ def pfedhn_pc(
         spectral_norm=spectral_norm,
         average=average,
         frozen=frozen,
+        first_round=first_round,
     )
     return build_algorithm("pfedhn_pc", models, training, federation, settings, head_is_local=True)
 

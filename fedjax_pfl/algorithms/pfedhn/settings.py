@@ -26,6 +26,7 @@ class Settings(NamedTuple):
     spectral_norm: bool  # divide weight matrices by their largest singular value
     average: bool  # average the gradients of a round's clients, not add them
     frozen: bool  # train the embeddings alone
+    first_round: int  # first round of the phase
 
 
 def check_settings(name: str, settings: Settings) -> None:
