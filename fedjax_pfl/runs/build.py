@@ -73,29 +73,31 @@ def build(
             raise UsageError(f"augment is for images, and {config.dataset} has none; leave it off")
         task = task._replace(augment=on_normalised(arrays.scale, arrays.shift))
     federation = federation._replace(task=task)
-    attacked = transforms.attack_data(config.get, arrays, federation)
     _check_store(config.store, is_sweep=is_sweep)
     phases, states, begin = list[Phase](), list[Any](), 0
     phases_of_runs = [specification.phases for specification in specified]
     cohort = max(phase.settings.clients_per_round or config.clients for phase in phases_of_runs[0])
     mesh = execution_plan.mesh(config.devices, cohort, several=is_sweep)
-    unread = differing_settings(configs)
+    unread, attacked = differing_settings(configs), dict[str, transforms.DataAttack]()
     for number, phase_of_runs in enumerate(zip(*phases_of_runs, strict=True)):
         phase_configs = [phase.settings for phase in phase_of_runs]
         swept = swept_settings(phase_configs, registry.algorithm)
         unread -= set(swept)
         participants = _participants(phase_configs[0], federation)
+        attack = attacked.get(phase_configs[0].participants)
+        attack = attack or transforms.attack_data(config.get, arrays, participants)
+        attacked[phase_configs[0].participants] = attack
         inputs = PhaseInputs(
             configs=phase_configs,
             group_configs=phase_of_runs[0].groups,
             swept=swept,
             registry=registry,
-            arrays=attacked.train,
+            arrays=attack.train,
             federation=participants,
             begin=begin,
             mesh=mesh,
             is_attacker=transforms.select_attackers(config.get, participants),
-            triggered=attacked.triggered,
+            triggered=attack.triggered,
         )
         inputs.algorithms(phase_configs[0].conv)  # checks the settings of every run
         recorded = plans[number] if plans and number < len(plans) else None

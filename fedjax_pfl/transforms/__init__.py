@@ -11,6 +11,7 @@ from fedjax_pfl.core.local_training import Training
 from fedjax_pfl.core.setting import Setting
 from fedjax_pfl.transforms.attacks import (
     ATTACK,
+    DataAttack,
     attack_data,
     attack_uploads,
     attackers,
@@ -65,6 +66,7 @@ __all__ = [
     "REGISTRY",
     "SERVER_OPTIMIZERS",
     "SETTINGS",
+    "DataAttack",
     "Selectable",
     "Statement",
     "Transform",

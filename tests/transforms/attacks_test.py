@@ -15,7 +15,8 @@ from fedjax_pfl.core.algorithm import Algorithm, ClientContext, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.core.groups import by_group
-from fedjax_pfl.runs import runner
+from fedjax_pfl.runs import build, runner
+from fedjax_pfl.settings import configuration
 from fedjax_pfl.transforms.attacks import (
     ATTACK,
     ATTACKS,
@@ -236,6 +237,25 @@ RUN = {
     "learning_rate": 0.3,
     "chunk": 5,
 }
+
+
+def test_attackers_of_each_phase_are_those_whose_examples_are_changed():
+    """Held-out clients that take part in a later phase have attackers of their own."""
+    phases = ({"rounds": 1}, {"rounds": 1, "participants": "held_out"})
+    config = {**RUN, "clients": 10, "held_out": 4, "phases": phases, "algorithm": "fedavg"}
+    honest, attacked = (
+        build.build(configuration.complete({**config, **settings}))
+        for settings in ({}, {"attack": "label_flip", "attack_share": 0.5})
+    )
+    y = np.asarray(honest.data.y)
+    for phase, expected in zip(attacked.phases, (3, 2), strict=True):
+        arrays = phase.inputs.arrays
+        changed = [
+            np.any(np.asarray(arrays.y)[rows[:size]] != y[rows[:size]])
+            for rows, size in zip(arrays.train.rows, arrays.train.size, strict=True)
+        ]
+        np.testing.assert_array_equal(phase.inputs.is_attacker, changed)
+        assert sum(phase.federation.active & changed) == expected
 
 
 @pytest.mark.slow("several runs")
