@@ -85,7 +85,12 @@ def run_record(result: Result) -> run_reader.Run:
 
 
 def write_report(result: Result) -> None:
-    """Writes report.html, with its pictures, to the directory of a finished run."""
+    """Writes report.html, with its pictures, to the directory of a finished run.
+
+    A run that a callback ended before its first evaluation has no report.
+    """
+    if not result.metrics:
+        return
     # The import takes half a second, and only runs with a directory need it.
     from fedjax_pfl.report import method_figures, page
     from fedjax_pfl.report.partition_picture import draw_partition

@@ -226,6 +226,8 @@ def _execute(
         if directory := sweep_runs[i].directory:
             with sweep_runs[i].writing():
                 run_directory.write_provenance(directory)
+                # The report of a run that a callback ended is not that of the whole run.
+                (directory / run_reader.REPORT).unlink(missing_ok=True)
     # Finished runs are not computed again, and runs with later checkpoints do not wait for others.
     steps = [
         set(store.steps()) if (store := sweep_runs[i].store) else set[int]() for i in unfinished

@@ -28,13 +28,22 @@ def test_callbacks_receive_every_round_and_evaluation_and_can_stop_a_run(tmp_pat
     stopped = pfl.run(SETTINGS, tmp_path / "run", on_evaluation=lambda line: line["round"] < 2)
     assert [line["round"] for line in stopped.metrics] == [2]
     assert (tmp_path / "run" / "clients.csv").is_file()
+    (tmp_path / "run" / "report.html").write_text("report of two rounds")
     resumed = pfl.run(SETTINGS, tmp_path / "run")
     assert (resumed.resumed_at, [line["round"] for line in resumed.metrics]) == (2, [2, 4])
     assert [line["before"] for line in resumed.metrics] == [line["before"] for line in lines]
+    assert (tmp_path / "run" / "report.html").read_text() != "report of two rounds"
 
     stopped = pfl.run(SETTINGS, on_round=lambda t, log: t < 2)
     assert [line["round"] for line in stopped.metrics] == [2]
     assert stopped.ledger.total_up == sum(count for *_, count in rounds[:3])
+
+    # Ended before the first evaluation: nothing to report.
+    stopped = pfl.run(SETTINGS, tmp_path / "short", on_round=lambda t, log: False)
+    assert (stopped.metrics, stopped.ledger.total_up) == ([], rounds[0][2])
+    assert not (tmp_path / "short" / "report.html").exists()
+    resumed = pfl.run(SETTINGS, tmp_path / "short")
+    assert (resumed.resumed_at, [line["round"] for line in resumed.metrics]) == (1, [2, 4])
 
 
 def test_callbacks_of_a_sweep_receive_the_name_of_the_run():
