@@ -97,7 +97,7 @@ def test_the_quick_page_lists_its_changes(tmp_path, no_emnist):
     assert "No gap is shown for runs on other data" in flat
     pfedla = words_of(Options("pfedla/table1"), tmp_path)
     assert "dataset digits" not in pfedla
-    assert "rounds 4 instead of 600; classes.examples 100 instead of 600" in pfedla
+    assert "rounds 4 instead of 600; classes.examples 100 instead of 200" in pfedla
 
 
 def test_runs_on_missing_data_are_shown(tmp_path, no_emnist):
