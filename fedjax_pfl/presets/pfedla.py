@@ -13,9 +13,9 @@ from ml_collections import ConfigDict
 from fedjax_pfl.presets.vocabulary import apply_words
 from fedjax_pfl.settings import configuration
 
-# The paper gives no eta. It was chosen by validation accuracy on digits, MNIST and CIFAR-10, and
-# is 0.5, the method's default, unless listed here.
-RATES = {"digits": 1.0}
+# The paper gives no eta. It was chosen by validation accuracy on digits, MNIST, CIFAR-10 and EMNIST
+# and is 0.5, the method's default, unless listed here.
+RATES = {"digits": 1.0, "emnist_digits": 5.0}
 # The paper does not say how many images a client has, nor how many times as many of them are in a
 # dominant class. With these values Local, which depends on little else, comes closest to its
 # published accuracies: experiments/papers/pfedla/calibration.py.
