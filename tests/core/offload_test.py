@@ -87,6 +87,12 @@ def test_reads_equal_arrays(block):
     assert max(source.reads) <= max(step, 6)  # never all rows, unless they fit in one block
 
 
+def test_rows_may_be_partly_offloaded():
+    mixed = {"a": offloaded(Arrays())["a"], "b": jnp.asarray(ROWS["b"]), "c": ()}
+    rows = jax.jit(offload.take_rows)(mixed, jnp.array([6, 0], jnp.int32))
+    chex.assert_trees_all_equal(rows, {"a": ROWS["a"][[6, 0]], "b": ROWS["b"][[6, 0]], "c": ()})
+
+
 def test_gradient_of_weighted_sum(block):
     def loss(rows: Any, weights: Any) -> Any:
         return trees.squared_norm(offload.weighted_sum(rows, weights)) / 2

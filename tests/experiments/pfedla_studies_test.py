@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.papers.pfedla import calibration, studies
-from experiments.papers.pfedla.calibration import Point, chosen, distance, scan
+from experiments.papers.pfedla.calibration import Point, distance, nearest, scan
 from experiments.papers.pfedla.similarity import layer_cosines, similarity
 from fedjax_pfl.algorithms.pfedla.layer_mixing import layer_rows
 from fedjax_pfl.core.algorithm import ClientContext, State
@@ -60,7 +60,7 @@ def test_similar_models_weigh_more(kind: str, rows: int):
 def test_calibration_prefers_more_images_then_a_smaller_ratio():
     distances = {Point(n, ratio, True): 1.0 for n in (200, 300) for ratio in (2, 4)}
     distances[Point(200, 6, True)] = 0.96
-    assert chosen(distances) == Point(300, 2, True)
+    assert nearest(distances) == Point(300, 2, True)
 
 
 def test_calibration_runs_near_points_with_further_seeds():

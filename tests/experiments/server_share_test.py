@@ -60,10 +60,12 @@ def test_a_row_as_text_and_in_the_table():
 
 
 @pytest.mark.slow("compiles LeNet's programs three times")
-def test_measured_row():
-    row = server_share.measure("fedamp", 12, 4, 1, "device", hidden=100)
+@pytest.mark.parametrize(("method", "hypernetwork"), [("fedamp", 0), ("pfedla", 844)])
+def test_measured_row(method: str, hypernetwork: int):
+    """v has 100 numbers; layers 100-4-4-4, and a head 4-12 for each of the five layers of LeNet."""
+    row = server_share.measure(method, 12, 4, 1, "device", hidden=4)
     assert row["training"] > 0
     assert 0 <= row["share"] < 1
     assert row["products"] > 0
-    assert row["stored"] == 12 * 121_182 * 4
+    assert row["stored"] == 12 * (121_182 + hypernetwork) * 4
     assert len(row["turns"]) == 1

@@ -24,8 +24,9 @@ from fedjax_pfl.core.errors import UsageError
 IMAGES = (100, 150, 200, 300, 600)  # 100 clients have at most 600 each
 RATIOS = (2, 4, 6, 10)
 MARGIN = 3.0  # points of accuracy; more than the deviation over partitions
-NEAR = 2.0  # points of accuracy
-# The paper has BatchNorm on CIFAR only. The other network is tried if the stated one is not near.
+ACCEPTED_DISTANCE = 2.0  # points of accuracy
+# The paper has BatchNorm on CIFAR only. The other network is tried if the stated one is not
+# within the accepted distance.
 BATCH_NORM = {"cifar10": (True, False), "emnist_digits": (False,)}
 
 
@@ -59,7 +60,7 @@ def distance(point: Point, scores: Scores, published: tuple[float, float]) -> fl
     return max(distances, default=0.0)
 
 
-def chosen(distances: Mapping[Point, float]) -> Point:
+def nearest(distances: Mapping[Point, float]) -> Point:
     """Returns the point nearest to Local's published accuracies.
 
     Equal distances, to a tenth, are decided by more images, then by a smaller ratio.
@@ -115,9 +116,9 @@ def calibration() -> tuple[dict[str, Any], Figure]:
         scores |= scan(points, SEEDS.value, means, _local)
         complete = [p for p in points if _runs(p, scores) == SEEDS.value]
         distances |= {point: distance(point, scores, means) for point in complete}
-        if min(distances.values()) <= NEAR:
+        if min(distances.values()) <= ACCEPTED_DISTANCE:
             break
-    best = chosen(distances)
+    best = nearest(distances)
     numbers: dict[str, Any] = {
         "chosen": {**best._asdict(), "distance": distances[best]},
         "published": {
