@@ -4,7 +4,7 @@ A page holds <!-- begin MARK ARGUMENT ... -->, the generated text, and <!-- end 
 docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., listing KIND,
 tables, speed FILE, goals FILE ..., profile FILE FILE, rounds FILE RIVAL, libraries FILE,
 accuracies FILE, memory FILE, server FILE, agreed FILE, leaderboard COLUMN, stress, summary,
-privacy, released, correlated, cells TABLE COLUMN,... ROW ....
+privacy, released, correlated, cells TABLE COLUMN,... ROW ..., gaps PAPER.
 
 A name that does not exist in the code is an error. A test checks that pages are up to date.
 """
@@ -22,7 +22,7 @@ import jax
 from experiments import agree, correlated_noise
 from experiments.libraries import measurement_tables, rivals, scored, server_share
 from experiments.libraries.measurement_tables import RESULTS, load, text_table
-from experiments.papers import agreement
+from experiments.papers import agreement, gaps
 from experiments.papers.tables import TABLES
 from fedjax_pfl.algorithms import METHODS, Method
 from fedjax_pfl.core.algorithm import Algorithm
@@ -269,6 +269,16 @@ def cells(name: str, columns: str, *rows: str) -> str:
     return "\n\n".join([text_tables.markdown([table]), *lines])
 
 
+def all_gaps(paper: str) -> str:
+    """Returns a paper's cells that were run next to ours, and the reasons of disagreements."""
+    columns = gaps.columns_of(RESULTS, TABLES, paper)
+    lines = "\n".join(f"- {line}" for line in gaps.reasons(columns, paper))
+    parts = [text_tables.markdown([gaps.table(columns)]), gaps.NOTE]
+    return "\n\n".join(
+        [*parts, f"Most likely reasons of disagreements:\n\n{lines}"][: 3 if lines else 2]
+    )
+
+
 def _without_equal_columns(
     table: text_tables.Table, heads: Sequence[str]
 ) -> tuple[text_tables.Table, str]:
@@ -309,6 +319,7 @@ MARKS: dict[str, Callable[..., str]] = {
     "stress": stress,
     "summary": summary,
     "cells": cells,
+    "gaps": all_gaps,
 }
 
 

@@ -1,6 +1,7 @@
-"""Records finished runs of published cells in experiments/results: numbers, curves, a picture.
+"""Records finished runs of published cells in experiments/results: numbers, curves, pictures.
 
-cells.json has a cell's numbers by seed, TABLE-full.json its curves, and TABLE-full.png the picture.
+cells.json has a cell's numbers by seed, TABLE-full.json its curves, and TABLE-full.png a picture of
+them. gaps-PAPER.png shows our numbers next to the published ones.
 A run belongs to a cell if it has the published settings, except for rounds, evaluations, and the
 seeds of the run and its partition. A longer run replaces shorter ones. Seeds of one length add up,
 and a new run replaces an older one with the same seed.
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.papers import picture
+from experiments.papers import gaps, picture
 from experiments.papers.agreement import CELLS, load
 from experiments.papers.picture import Curves
 from experiments.papers.table import Cell, Table, cells_of, moved
@@ -86,6 +87,11 @@ def record(tables: Mapping[str, Table], folder: Path, results: Path) -> list[str
                 messages += _record_table(name, tables[name], cell_runs, cells, results)
         content["cells"] = [cells[place] for place in order if place in cells]
         (results / CELLS).write_text(_as_text("cells", content), encoding="utf-8")
+        for paper in dict.fromkeys(
+            n.partition("/")[0] for n, found in runs_by_table.items() if found
+        ):
+            figure = gaps.picture(gaps.columns_of(results, tables, paper), paper)
+            figure.savefig(results / f"gaps-{paper}.png", dpi=110)
     except OSError as error:
         raise UsageError(f"{results} cannot be written ({error.strerror})") from None
     return messages

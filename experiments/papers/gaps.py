@@ -1,0 +1,147 @@
+"""Our numbers next to the published ones, for all tables of a paper: a table, a picture, reasons.
+
+A paper's reasons.json has the likely reasons of disagreements: a list of {"cells": patterns of
+TABLE/ROW/COLUMN, "reason": a sentence}. Every cell that disagrees needs one.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from experiments.papers.agreement import RunCell, read
+from experiments.papers.table import PAPERS, Table, mean_of
+from experiments.papers.table import cell as format_cell
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.report import drawing, text_tables
+from fedjax_pfl.simulation.summaries import mean_std
+
+NOTE = (
+    "Ours, and the published number in brackets. Bold: agrees. *: fewer than three seeds or no "
+    "published deviation, so not judged. †: fewer rounds than published."
+)
+VERDICT_COLOURS = {"yes": "#009E73", "no": "#D55E00", "few seeds": "#56B4E9", "-": "#56B4E9"}
+VERDICT_LABELS = {"yes": "ours, agrees", "no": "ours, disagrees", "few seeds": "ours, not judged"}
+Columns = dict[tuple[str, str], dict[str, RunCell]]  # by (table, column), then row
+
+
+def columns_of(results: Path, tables: Mapping[str, Table], paper: str) -> Columns:
+    """Returns a paper's published cells that were run, in the order of its tables and columns.
+
+    `results` has cells.json. Raises UsageError if none was run.
+    """
+    cells, columns = read(results, tables), Columns()
+    for name, table in tables.items():
+        for column in table.columns if name.partition("/")[0] == paper else ():
+            by_row = {c.row: c for c in cells if (c.table, c.column) == (name, column)}
+            rows = [row for row in table.rows if row in by_row and table.published(row, column)]
+            if rows:
+                columns[name.partition("/")[2], column] = {row: by_row[row] for row in rows}
+    if not columns:
+        raise UsageError(f"no cell of the tables of {paper} was run")
+    return columns
+
+
+def _rows(columns: Columns) -> list[str]:
+    """Returns the rows of all columns, longest column first so that its order is kept."""
+    ordered = sorted(columns.values(), key=len, reverse=True)
+    return list(dict.fromkeys(row for by_row in ordered for row in by_row))
+
+
+def _text(cell: RunCell) -> str:
+    ours = format_cell(mean_std(cell.measured))
+    marked = f"**{ours}**" if cell.agrees else ours
+    marks = "*" * (not cell.judged) + "†" * (not cell.full_length)
+    return f"{marked}{marks} ({format_cell(cell.published)})"
+
+
+def table(columns: Columns) -> text_tables.Table:
+    """Returns a table with a row for each row and a column for each column of the paper's tables.
+
+    `NOTE` explains its cells.
+    """
+    rows = [
+        [row, *(_text(by_row[row]) if row in by_row else "" for by_row in columns.values())]
+        for row in _rows(columns)
+    ]
+    return text_tables.Table(caption="", heads=[" ".join(key) for key in columns], rows=rows)
+
+
+def reasons(columns: Columns, paper: str, folder: Path = PAPERS) -> list[str]:
+    """Returns a line for each reason in a paper's file, with the cells that it explains.
+
+    Raises UsageError if a cell that disagrees has no reason, or a reason has no such cell.
+    """
+    path = folder / paper / "reasons.json"
+    entries = json.loads(path.read_text("utf-8")) if path.is_file() else []
+    disagreeing = [
+        f"{table}/{row}/{column}"
+        for (table, column), by_row in columns.items()
+        for row, cell in by_row.items()
+        if cell.verdict == "no"
+    ]
+    lines, explained = [], set[str]()
+    for entry in entries:
+        cells = [c for c in disagreeing if any(fnmatchcase(c, p) for p in entry["cells"])]
+        if not cells:
+            raise UsageError(f"{path}: no cell like {entry['cells'][0]} disagrees; delete it")
+        explained |= {*cells}
+        lines.append(f"{_in_words(cells)}: {entry['reason']}")
+    if missing := [cell for cell in disagreeing if cell not in explained]:
+        raise UsageError(f"{path}: give a reason for {', '.join(missing)}")
+    return lines
+
+
+def _in_words(cells: Sequence[str]) -> str:
+    """Returns cells grouped by row: `row` (table column, table column), ..."""
+    places: dict[str, list[str]] = {}
+    for cell in cells:
+        table, row, column = cell.split("/")
+        places.setdefault(row, []).append(f"{table} {column}")
+    return "; ".join(f"`{row}` ({', '.join(columns)})" for row, columns in places.items())
+
+
+def picture(columns: Columns, paper: str) -> Figure:
+    """Draws a panel for each column: published numbers and ours, with deviations, by row."""
+    rows = _rows(columns)[::-1]
+    width = max(drawing.WIDTH, 1.6 + 2.3 * len(columns))
+    title = f"{paper}: published numbers and ours"
+    figure = drawing.new_figure(title, width, 1.6 + 0.32 * len(rows))
+    panels = figure.subplots(1, len(columns), squeeze=False, sharey=True)[0]
+    for axes, (key, by_row) in zip(panels, columns.items(), strict=True):
+        drawing.style_axes(axes).set_title("\n".join(key), fontsize=10)
+        for y, row in enumerate(rows):
+            if row in by_row:
+                _draw_cell(axes, y, by_row[row])
+    panels[0].set_yticks(range(len(rows)), rows)
+    panels[0].set_ylim(-0.6, len(rows) - 0.4)
+    verdicts = {cell.verdict for by_row in columns.values() for cell in by_row.values()}
+    shown = [v for v in VERDICT_LABELS if v in verdicts or (v == "few seeds" and "-" in verdicts)]
+    published = Line2D([], [], color=drawing.INK, marker="|", linestyle="", markersize=9)
+    handles = [Line2D([], [], color=VERDICT_COLOURS[v], marker="o", linestyle="") for v in shown]
+    figure.legend(
+        [published, *handles],
+        ["published", *(VERDICT_LABELS[v] for v in shown)],
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+        fontsize=9,
+    )
+    return figure
+
+
+def _draw_cell(axes: drawing.Axes, y: int, cell: RunCell) -> None:
+    """Draws a published number just above the line y, and ours just below."""
+    assert cell.published is not None
+    mean = mean_of(cell.published)
+    deviation = cell.published[1] if isinstance(cell.published, Sequence) else None
+    style = {"capsize": 2, "linewidth": 1.2}
+    axes.errorbar(mean, y + 0.14, xerr=deviation, fmt="|", color=drawing.INK, markersize=9, **style)
+    score = mean_std(cell.measured)
+    colour = VERDICT_COLOURS[cell.verdict]
+    axes.errorbar(
+        score["mean"], y - 0.14, xerr=score["std"], fmt="o", color=colour, markersize=4, **style
+    )
