@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -133,15 +134,22 @@ def picture(columns: Columns, paper: str) -> Figure:
     return figure
 
 
-def _draw_cell(axes: drawing.Axes, y: int, cell: RunCell) -> None:
+def _draw_cell(axes: Axes, y: int, cell: RunCell) -> None:
     """Draws a published number just above the line y, and ours just below."""
     assert cell.published is not None
-    mean = mean_of(cell.published)
+    score, ours = mean_std(cell.measured), VERDICT_COLOURS[cell.verdict]
     deviation = cell.published[1] if isinstance(cell.published, Sequence) else None
-    style = {"capsize": 2, "linewidth": 1.2}
-    axes.errorbar(mean, y + 0.14, xerr=deviation, fmt="|", color=drawing.INK, markersize=9, **style)
-    score = mean_std(cell.measured)
-    colour = VERDICT_COLOURS[cell.verdict]
-    axes.errorbar(
-        score["mean"], y - 0.14, xerr=score["std"], fmt="o", color=colour, markersize=4, **style
-    )
+    for mean, std, height, marker, size, colour in (
+        (mean_of(cell.published), deviation, y + 0.14, "|", 9, drawing.INK),
+        (score["mean"], score["std"], y - 0.14, "o", 4, ours),
+    ):
+        axes.errorbar(
+            mean,
+            height,
+            xerr=std,
+            fmt=marker,
+            markersize=size,
+            color=colour,
+            capsize=2,
+            linewidth=1.2,
+        )
