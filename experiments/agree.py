@@ -43,8 +43,9 @@ class Gap(NamedTuple):
 
     @property
     def worst(self) -> float:
-        """Returns the larger of both."""
-        return max((value for value in self if value is not None), default=float("inf"))
+        """Returns the larger of both: NaN if one is, infinity if there is none."""
+        values = [value for value in self if value is not None]
+        return float(np.max(values)) if values else float("inf")
 
 
 def gap(library: Mapping[str, np.ndarray], rival: Mapping[str, np.ndarray], t: int) -> Gap:
@@ -72,7 +73,7 @@ def verdict(first: Gap, last: Gap, rival: Rival) -> dict[str, Any]:
     `first` is the gap after one round, `last` the gap after all rounds.
     """
     entry = {"after 1": first._asdict(), "after all": last._asdict()}
-    if max(first.worst, last.worst) < ROUNDING:
+    if first.worst < ROUNDING and last.worst < ROUNDING:
         return {**entry, "verdict": "same"}
     return {**entry, "verdict": "differs", "why": rival.why}
 

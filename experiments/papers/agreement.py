@@ -14,6 +14,7 @@ agreement harder, so such cells are judged; the table shows the number of partit
 
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -129,7 +130,6 @@ def _range(values: Sequence[int]) -> str:
 def _counts(name: str, published: int, cells: Sequence[RunCell]) -> list[str]:
     judged, gaps = [cell for cell in cells if cell.judged], [cell.gap for cell in cells]
     full = sum(cell.full_length for cell in cells)
-    distances = sorted(map(abs, gaps))
     return [
         name,
         str(published),
@@ -137,7 +137,7 @@ def _counts(name: str, published: int, cells: Sequence[RunCell]) -> list[str]:
         str(len(cells) - full),
         f"{sum(cell.agrees for cell in judged)} of {len(judged)}" if judged else "",
         f"{sum(gap > 0 for gap in gaps)} of {len(gaps)}" if gaps else "",
-        f"{distances[len(distances) // 2]:.1f}" if distances else "",
+        f"{statistics.median(map(abs, gaps)):.1f}" if gaps else "",
         _range([len(cell.measured) for cell in cells]),
         _range([cell.partitions for cell in cells]),
     ]

@@ -71,7 +71,9 @@ def apfl(
     def init(key: jax.Array, start: State | None = None) -> State:
         state = base.init(key, start)
         v = initial_client_rows(state.server, start, Client, "variables", federation)
-        alphas, w = jnp.full(federation.clients, alpha, jnp.float32), state.server["params"]
+        initial, w = jnp.float32(alpha), state.server["params"]
+        adapted = initial_client_rows(initial, start, Client, "alpha", federation)
+        alphas = jnp.where(alpha_rate > 0, adapted, initial)
         momentum = initial_momentum(separate, {"v": w, "w": w}, federation)
         return state._replace(clients=Client(v, alphas, momentum))
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.local import LocalClient, local
+from fedjax_pfl.algorithms.shared.initial_state import continuing
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.model_training import fit_variables, proximal
 from fedjax_pfl.core import local_training, offload, trees
@@ -136,7 +137,12 @@ def fedamp(
         return {"xi": jax.lax.map(lambda i: weights(state.rows, i), clients, batch_size=128)}
 
     return base._replace(
-        init=init, send=send, train=train, receive=receive, observe=observe, offload=("params",)
+        init=continuing(init),
+        send=send,
+        train=train,
+        receive=receive,
+        observe=observe,
+        offload=("params",),
     )
 
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.local import LocalClient, local
 from fedjax_pfl.algorithms.shared.class_features import class_features
+from fedjax_pfl.algorithms.shared.initial_state import continuing
 from fedjax_pfl.algorithms.shared.linear_head import (
     head_layer,
     head_variables,
@@ -121,7 +122,7 @@ def fedgh(
             return joined(state.server, client.variables)
 
         return base._replace(
-            init=init, send=send, train=train, receive=receive, personalize=personalize
+            init=continuing(init), send=send, train=train, receive=receive, personalize=personalize
         )
 
     return share_server(models, for_network)

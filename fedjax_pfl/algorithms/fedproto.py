@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.local import LocalClient, local
 from fedjax_pfl.algorithms.shared.class_features import class_features
+from fedjax_pfl.algorithms.shared.initial_state import continuing
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.model_training import fit_variables
 from fedjax_pfl.algorithms.shared.prototypes import (
@@ -144,7 +145,7 @@ def fedproto(
 
         predict = Nearest(model).apply if decides == "prototype" else model.apply
         return base._replace(
-            init=init,
+            init=continuing(init),
             send=send,
             train=train,
             receive=receive,

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.fedproto import DECIDERS, FEDPROTO, fedproto
 from fedjax_pfl.algorithms.local import LocalClient
+from fedjax_pfl.algorithms.shared.initial_state import continuing
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -170,7 +171,9 @@ def fedtgp(
         def personalize(state: State, client: LocalClient, ctx: ClientContext) -> PyTree:
             return base.personalize(state._replace(server=prototypes_of(state)), client, ctx)
 
-        return base._replace(init=init, send=send, receive=receive, personalize=personalize)
+        return base._replace(
+            init=continuing(init), send=send, receive=receive, personalize=personalize
+        )
 
     return share_server(models, for_network)
 

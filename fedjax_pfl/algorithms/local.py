@@ -4,7 +4,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fedjax_pfl.algorithms.shared.initial_state import initial_momentum, initial_variables
+from fedjax_pfl.algorithms.shared.initial_state import (
+    continuing,
+    initial_momentum,
+    initial_variables,
+)
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.model_training import model_trainer
 from fedjax_pfl.core import trees
@@ -55,7 +59,7 @@ def local(model: Any, training: Training, federation: Federation) -> Algorithm:
         return client.variables
 
     return Algorithm(
-        init=init,
+        init=continuing(init),
         send=send,
         train=train,
         receive=receive,

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -55,6 +56,12 @@ def require_at_least(name: str, value: Any, bound: float) -> None:
 def require_above(name: str, value: Any, bound: float) -> None:
     """Raises UsageError if the value of a setting is not above its bound. None passes."""
     require(value is None or value > bound, f"{name} is {value}; it must be above {bound}")
+
+
+def require_count(name: str, value: Any) -> None:
+    """Raises UsageError unless a value is an integer of at least 1. None passes."""
+    is_count = value is None or (isinstance(value, Integral) and int(value) >= 1)
+    require(is_count, f"{name} is {value!r}; it must be an integer, at least 1")
 
 
 def require_one_of(name: str, value: Any, choices: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ import optax
 from fedjax_pfl.core import batches, optimizers
 from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.arguments import check_arguments
-from fedjax_pfl.core.errors import UsageError, require_at_least
+from fedjax_pfl.core.errors import UsageError, require_above, require_at_least, require_count
 from fedjax_pfl.core.example_noise import (
     ExampleNoise,
     fit_without_examples,
@@ -77,6 +77,8 @@ def sgd(*, momentum: float = 0.0, weight_decay: float = 0.0, **settings: Any) ->
       weight_decay: Weight decay. 0 leaves it out of the program; a traced number does not.
       **settings: Keyword arguments of `make_training`.
     """
+    require_at_least("momentum", momentum, 0)
+    require_at_least("weight_decay", weight_decay, 0)
     return make_training(optimizers.sgd(momentum, weight_decay), **settings)
 
 
@@ -131,6 +133,7 @@ def local_training(
     `optimizer` includes its learning rate, as in `optax.adamw(1e-3)`. Other arguments are those of
     `local_sgd`.
     """
+    optimizers.check("optimizer", optimizer)
     return make_training(
         optimizers.with_rate(optimizer),
         learning_rate=1.0,
@@ -149,8 +152,8 @@ def _epochs(epochs: int | None, steps: int | None) -> int | None:
     """
     if epochs is not None and steps is not None:
         raise UsageError("give epochs or steps, not both")
-    require_at_least("epochs", epochs, 1)
-    require_at_least("steps", steps, 1)
+    require_count("epochs", epochs)
+    require_count("steps", steps)
     return 1 if epochs is None and steps is None else epochs
 
 
@@ -183,6 +186,10 @@ def make_training(
     """
     if (epochs is None) == (steps is None):
         raise ValueError("set either epochs or steps")
+    require_count("batch_size", batch_size)
+    require_above("clip_norm", clip_norm, 0)
+    if not callable(learning_rate):
+        require_at_least("learning_rate", learning_rate, 0)
     return Training(
         base_optimizer=optimizer,
         clip_norm=clip_norm,

@@ -205,8 +205,8 @@ class FlowerExchange:
             content, ttl = to_record(pending[i].content), (seconds or 3600) + 60
             message = Message(content, node, "query", ttl=ttl)
             (message_id,) = self.grid.push_messages([message]) or [""]
-            pending[i].sent_since = since
             if message_id:
+                pending[i].sent_since = since
                 sent[message_id] = i, node
                 pending[i].attempts += 1
                 pending[i].give_up_at = math.inf

@@ -93,7 +93,7 @@ class PhaseInputs:
 
     @functools.cached_property
     def evaluated(self) -> np.ndarray | None:
-        """Returns the sorted ids of the evaluated clients, int32 [E]; None: all active ones."""
+        """Returns the sorted ids of the evaluated clients, int32 [E]; None: all."""
         config, active = self.configs[0], np.flatnonzero(self.federation.active)
         count = config.evaluate_clients
         if count is None and len(active) > _MAX_EVALUATED:

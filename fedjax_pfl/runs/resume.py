@@ -44,6 +44,8 @@ def _write_checkpoint(sweep_run: SweepRun, store: checkpoints.Store, state: Stat
     step, clients = sweep_run.at.round, state.clients
     if not isinstance(clients, stores.ClientStore):
         store.save(step, trees, facts)
+        if store.rows.is_dir() and multiprocess.lead():  # of a store that was used before
+            changed_rows.remove_unused(store.rows, [_row_files(store, n) for n in store.steps()])
         return
     best = None if sweep_run.best is None else sweep_run.best.clients
     # The best state of a run that was resumed from another store has arrays instead of a snapshot.

@@ -204,12 +204,16 @@ def write_observations(directory: Path, observations: Observations) -> None:
 def read_observations(directory: Path, until: int, *, read_only: bool = False) -> Observations:
     """Reads the observations of NAME.npz files up to round `until`.
 
-    Leaves out damaged files, and renames them to *.damaged unless `read_only`.
+    Leaves out other .npz files and damaged ones, and renames the latter to *.damaged unless
+    `read_only`.
     """
     observations: Observations = {}
     for path in sorted(directory.glob("*.npz")):
         try:
             with np.load(path, allow_pickle=False) as file:
+                is_observation = {"rounds", "values"} <= {*file.files}
+                if not is_observation and file.zip.testzip() is None:  # an intact file of the user
+                    continue
                 pairs = zip(file["rounds"], file["values"], strict=True)
                 entries = [(int(r), array) for r, array in pairs if r <= until]
         except Exception as error:  # zipfile, zlib and NumPy raise many types

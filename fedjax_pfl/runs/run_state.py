@@ -220,8 +220,12 @@ def new_warnings(sweep_run: SweepRun) -> list[str]:
 
 
 def client_rows(experiment: Experiment, at: Position) -> list[dict[str, Any]]:
-    """Returns the rows of clients.csv at the end of a run: scores and bytes of each client."""
-    evaluated = experiment.phases[-1].inputs.evaluated
+    """Returns the rows of clients.csv at the end of a run: scores and bytes of each client.
+
+    The scores are those of the last evaluation, which may be in an earlier phase than the end.
+    """
+    phase = at.metrics[-1]["phase"] if at.metrics else -1
+    evaluated = experiment.phases[phase].inputs.evaluated
     return clients_csv.client_rows(experiment.federation, at.clients, at.ledger, evaluated)
 
 

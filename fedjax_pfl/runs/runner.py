@@ -62,7 +62,7 @@ def run(
         mean of the uploads.
     """
     is_mapping = isinstance(config, Mapping | ConfigDict)  # run_all refuses anything else
-    if is_mapping and (config.get("seeds", 1) > 1 or config.get("sweep")):
+    if is_mapping and (config.get("seeds", 1) not in (None, 1) or config.get("sweep")):
         raise UsageError("seeds and sweep request several runs; use run_all")
 
     def without_name(callback: Callable[..., Any] | None) -> Callable[..., Any] | None:

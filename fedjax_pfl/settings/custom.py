@@ -24,8 +24,6 @@ from fedjax_pfl.settings.user_networks import object_name, user_network
 Factory = Callable[..., Any]
 _EXAMPLE_NAMES = {"algorithm": "fedavg", "task": "classification"}
 _ARGUMENTS = {"algorithm": ("model", "training", "federation"), "task": ("outputs",)}
-# Parameters of no network, to check that an optimiser needs gradients and parameters only.
-_PARAMS = {"layer": {"kernel": np.zeros((2, 3), np.float32), "bias": np.zeros(3, np.float32)}}
 
 
 class UserComponents(TypedDict, total=False):
@@ -163,7 +161,7 @@ def _optimizer(kind: str, optimizer: Any) -> tuple[str, Callable[..., Any]]:
             f"{kind}= must be an optax optimiser, such as optax.adamw(1e-3), got {optimizer!r}; "
             f"select a built-in in the settings: {{{kind!r}: 'adam'}}"
         )
-    optimizers.check(f"{kind}=", optimizer, _PARAMS)
+    optimizers.check(f"{kind}=", optimizer)
     adapt = optimizers.with_rate if kind == "optimizer" else optimizers.with_dtype_promotion
 
     def create(value_of: Callable[[str], Any]) -> optax.GradientTransformation:

@@ -16,7 +16,8 @@ from fedjax_pfl.simulation import stores
 def save(path: str | os.PathLike[str], state: Any) -> None:
     """Writes a tree of arrays, or the state of a `Simulation` with any store, to one .npz file.
 
-    The file is complete or absent: an interrupted call keeps the previous one.
+    The file is complete or absent: an interrupted call keeps the previous one. Raises UsageError if
+    the file cannot be written.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -27,14 +28,20 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
     arrays = {name: np.asarray(leaf) for name, leaf in _named_leaves(_to_arrays(state)).items()}
     path = Path(path)
     partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "wb") as file:
-        # NumPy's files cannot name dtypes such as bfloat16, so bytes are stored.
-        np.savez(
-            file, allow_pickle=False, **{name: _as_bytes(array) for name, array in arrays.items()}
-        )
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    # NumPy's files cannot name dtypes such as bfloat16, so bytes are stored.
+    content: dict[str, Any] = {name: _as_bytes(array) for name, array in arrays.items()}
+    try:
+        with open(partial, "wb") as file:
+            np.savez(file, allow_pickle=False, **content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be written: {error.strerror or first_line(error)}"
+        ) from None
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def restore(path: str | os.PathLike[str], like: Any) -> Any:
@@ -53,7 +60,10 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
     like = _to_arrays(like)
     leaves = _named_leaves(like)
     try:
-        with np.load(path, allow_pickle=False) as file:
+        file = np.load(path, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise UsageError(f"{path} holds one array; give a file that `save` wrote")
+        with file:
             stored = {name: file[name] for name in file.files}
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or first_line(error)}") from None

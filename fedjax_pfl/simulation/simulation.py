@@ -19,7 +19,7 @@ import numpy as np
 
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, PyTree, State
 from fedjax_pfl.core.arguments import check_arguments
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, require, require_above, require_count
 from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.groups import group_algorithms
 from fedjax_pfl.core.randomness import PERSONAL, stage_key
@@ -32,6 +32,7 @@ from fedjax_pfl.simulation.programs import OFF_DEVICE, STORES, make_program
 from fedjax_pfl.simulation.rounds import round_functions
 from fedjax_pfl.simulation.sampling import SAMPLINGS
 from fedjax_pfl.simulation.speeds import method_speeds
+from fedjax_pfl.simulation.stores import ClientStore, to_arrays
 from fedjax_pfl.simulation.streamed import StreamedProgram
 
 
@@ -123,6 +124,11 @@ class Simulation:
         chunk: int | None = None,
     ) -> None:
         _check(method, store, sampling)
+        require_count("clients_per_round", clients_per_round)
+        require_count("devices", devices)
+        require_count("chunk", chunk)
+        require(0 <= dropout <= 1, f"dropout is {dropout}; it is a probability, 0 to 1")
+        require_above("max_update_norm", max_update_norm, 0)
         self.method = method
         self.examples: FederatedData = data.examples
         self.federation: Federation = data.federation
@@ -162,7 +168,7 @@ class Simulation:
 
     def init(self, start: State | None = None) -> State:
         """Returns the initial state, or one that starts from the end of another phase."""
-        return self._program(1).init(start)
+        return self._program(1).init(start and self._from_any_store(start))
 
     def run_round(self, state: State, t: int) -> tuple[State, RoundLog]:
         """Runs round `t`. The arrays of the state that is passed in are used up."""
@@ -174,13 +180,13 @@ class Simulation:
         if n < 1:
             raise UsageError(f"n must be at least 1, got {n}")
         program = self._program(n)
-        state, logs = program.run(program.enter(state), t, n)
+        state, logs = program.run(program.enter(self._from_any_store(state)), t, n)
         return state, [round_log(logs, r) for r in range(n)]
 
     def evaluate(self, state: State, t: int) -> Evaluation:
         """Scores every client's personal model as of round `t`."""
         program, task = self._program(1), self.federation.task
-        scores = program.evaluate(program.enter(state), t)
+        scores = program.evaluate(program.enter(self._from_any_store(state)), t)
         return Evaluation(
             before=_scores(scores.before, task),
             after=None if scores.after is None else _scores(scores.after, task),
@@ -190,7 +196,7 @@ class Simulation:
     def observe(self, state: State) -> dict[str, np.ndarray]:
         """Returns what the method shows of its state, such as pFedLA's averaging weights."""
         program = self._program(1)
-        return program.observe(self.method, program.enter(state))
+        return program.observe(self.method, program.enter(self._from_any_store(state)))
 
     def personal_model(self, state: State, client: int, t: int = 0) -> PyTree:
         """Returns the variables of the personalised model of a client in round `t`.
@@ -212,6 +218,13 @@ class Simulation:
         )
         member = group_algorithms(self.method)[group]
         return member.personalize(state._replace(clients=()), row(client_states, client), ctx)
+
+    def _from_any_store(self, state: State) -> State:
+        """Returns a state of a simulation with any store in a form that this store accepts."""
+        is_stored = isinstance(state.clients, ClientStore)
+        if self._store in OFF_DEVICE if is_stored else self._store == "sharded":
+            return state
+        return to_arrays(state)
 
     def _program(self, rounds: int) -> DeviceProgram | StreamedProgram:
         """Returns the program for up to `rounds` rounds in one call, made at its first use."""

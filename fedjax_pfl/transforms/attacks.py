@@ -43,6 +43,7 @@ from fedjax_pfl.core.algorithm import (
     PyTree,
     State,
 )
+from fedjax_pfl.core.errors import require_one_of
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.core.groups import group_algorithms, has_groups
 from fedjax_pfl.core.setting import Limits, Setting, UsedWith
@@ -77,6 +78,7 @@ def attack_uploads(is_attacker: np.ndarray, kind: str, strength: float | None = 
       kind: One of `ON_UPLOAD` or `ON_COHORT`.
       strength: s of the attack; None: its default.
     """
+    require_one_of("kind", kind, (*ON_UPLOAD, *ON_COHORT))
     # The id of an absent client is N.
     is_attacker_or_absent = np.append(is_attacker, True)
 

@@ -25,6 +25,7 @@ from fedjax_pfl.core.algorithm import (
     State,
     Traffic,
 )
+from fedjax_pfl.core.errors import require
 from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.setting import Limits, Setting
 from fedjax_pfl.transforms.wrapping import (
@@ -100,6 +101,8 @@ def compression(
       top_k: Fraction of the values of each array that are sent; None: all.
       feedback: Whether a client adds the compression error to its next upload.
     """
+    require(bits is None or 2 <= bits <= 16, f"bits is {bits}; it must be 2 to 16")
+    require(top_k is None or 0 < top_k <= 1, f"top_k is {top_k}; it is a fraction, above 0, to 1")
 
     def wrap(member: Algorithm) -> Algorithm:
         def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
@@ -130,14 +133,14 @@ def compression(
         if not feedback:
             return ()
 
-        def run() -> PyTree:
+        def run(data: FederatedData) -> PyTree:
             payload = member.send(
                 state._replace(clients=()), ClientContext(i=0, data=None, t=0, key=key)
             )
             ctx = ClientContext(i=0, data=client_data(data, jnp.asarray(0)), t=0, key=key)
             return member.train(payload, trees.row(state.clients, 0), ctx).upload
 
-        shapes = jax.eval_shape(run)
+        shapes = jax.eval_shape(run, data)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         return trees.repeat(zeros, federation.clients)
 

@@ -16,7 +16,7 @@ from fedjax_pfl.data.mapped import is_mapped
 
 ON_DATA = ("label_flip", "backdoor")
 
-SEED = 0xA77A  # with partition_seed: sequence of the attackers' random choices
+SEED = 0xA77A  # of the attackers' random choices: which clients (with a seed) and which examples
 _POISONED = 0.5  # fraction of an attacker's examples with the trigger
 
 

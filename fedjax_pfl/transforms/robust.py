@@ -43,6 +43,7 @@ from fedjax_pfl.core.algorithm import (
     PyTree,
     State,
 )
+from fedjax_pfl.core.errors import require, require_above, require_count, require_one_of
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.core.setting import Limits, Role, Setting, UsedWith
 from fedjax_pfl.transforms.wrapping import (
@@ -240,6 +241,10 @@ def robust(
       norm: Largest norm of the clippings. None: the median of the norms.
       steps: Number of steps of geometric_median and centred_clipping.
     """
+    require_one_of("rule", rule, tuple(RULES))
+    require(0 <= share < 0.5, f"share is {share}; it must be at least 0 and below 0.5")
+    require_above("norm", norm, 0)
+    require_count("steps", steps)
     clients = federation.clients
 
     def aggregate(cohort: Cohort) -> tuple[PyTree, jax.Array]:

@@ -55,6 +55,18 @@ def test_factories(name):
         assert error.endswith(", ".join(settings))
 
 
+@pytest.mark.parametrize("name", ["fedavg", "pfedhn", "fedproto"])
+def test_factories_take_keywords(name):
+    """Some methods accept several networks and call the argument `models`."""
+    factory, (_, federation) = getattr(pfl, name), tiny.federated()
+    first = next(iter(inspect.signature(factory).parameters))
+    network = tiny.Net() if name != "fedproto" else pfl.networks.MLP(outputs=2, hidden=(3,))
+    factory(training=TRAINING, federation=federation, **{first: network})
+    assert "call it first" in wrong(
+        factory, training=TRAINING, federation=federation, **{first: tiny.Net}
+    )
+
+
 def test_the_nearest_keyword():
     data = pfl.datasets.digits()
     assert wrong(pfl.local_sgd, lr=0.1).startswith(

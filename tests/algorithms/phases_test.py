@@ -2,6 +2,8 @@
 
 import chex
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from fedjax_pfl.core import trees
@@ -42,6 +44,30 @@ def test_starts_of_phases(name):
     chex.assert_trees_all_close(continued[:2], earlier[:2], rtol=1e-6, atol=1e-7)
     for i in (0, 3):
         chex.assert_trees_all_equal(served(name, continued, i), served(name, earlier, i))
+
+
+@pytest.mark.parametrize(
+    "name", ["fedamp", "fedfomo", "fedgh", "fedproto", "fedtgp", "local", "pfedla"]
+)
+def test_a_phase_continues_its_own_state(name):
+    """The state of the earlier phase is unchanged, except for the optimiser's, which is new."""
+    algorithm = cases.make(name, tiny.federated()[1])
+    new = algorithm.init(KEY)
+    earlier = jax.tree.map(jnp.ones_like, new)
+    continued = algorithm.init(jax.random.key(9), earlier)
+    chex.assert_trees_all_equal(continued[:2], earlier[:2])
+    expected = earlier.clients._replace(momentum=new.clients.momentum)
+    chex.assert_trees_all_equal(continued.clients, expected)
+
+
+def test_apfl_continues_shares_that_adapt():
+    """With a fixed share the phase's own setting counts."""
+    federation = tiny.federated()[1]
+    for alpha_rate, expected in ((0.1, 0.9), (0.0, 0.5)):
+        algorithm = cases.make("apfl", federation, {"alpha": 0.5, "alpha_rate": alpha_rate})
+        start = algorithm.init(KEY)
+        start = start._replace(clients=start.clients._replace(alpha=start.clients.alpha * 0 + 0.9))
+        np.testing.assert_allclose(algorithm.init(KEY, start).clients.alpha, expected, rtol=1e-6)
 
 
 def test_fedrep_continues_fedper_without_its_momentum():

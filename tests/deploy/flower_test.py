@@ -259,6 +259,14 @@ def test_a_node_that_returns_gets_its_request_again(grid, tmp_path):
     assert list(responses) == []
 
 
+def test_a_request_that_flower_did_not_take_is_sent_again(grid, tmp_path, monkeypatch):
+    exchange, _ = make_exchange(grid, tmp_path)
+    push, failures = grid.push_messages, [[""], []]
+    monkeypatch.setattr(grid, "push_messages", lambda m: failures.pop() if failures else push(m))
+    grid.replies = [[], [], [reply("m1", 7)]]
+    assert list(exchange.ask({0: b"x"}, 30)) == [(0, b"an answer")]
+
+
 def test_a_node_that_stays_offline_or_always_fails_is_absent(grid, tmp_path, monkeypatch):
     exchange, _ = make_exchange(grid, tmp_path)
     failed = ErrorCode.CLIENT_APP_CRASHED

@@ -111,6 +111,15 @@ def test_gap_on_worked_numbers():
     assert agree.Gap(None, None).worst == float("inf")
 
 
+def test_parameters_that_are_not_numbers_differ():
+    small, nan = agree.Gap(1e-8, 1e-8), float("nan")
+    rival = Rival({}, why="it divides by zero")
+    assert agree.verdict(small, small, rival)["verdict"] == "same"
+    for gap in (agree.Gap(1e-8, nan), agree.Gap(nan, 1e-8), agree.Gap(None, None)):
+        assert agree.verdict(small, gap, rival)["verdict"] == "differs"
+        assert agree.verdict(gap, small, rival)["verdict"] == "differs"
+
+
 def test_parameters_have_the_names_and_shapes_of_pytorch():
     work = reference_work.work(True)
     shapes = {name[6:]: value.shape for name, value in work.items() if name.startswith("start/")}

@@ -192,7 +192,11 @@ def test_a_damaged_file_of_diagnostics_is_renamed(tmp_path, capsys):
     objects = np.array([{}, {}], dtype=object)  # stored as pickles, which are never loaded
     np.savez(tmp_path / "beta.npz", rounds=np.array([2, 4]), values=objects)
     assert run_directory.read_observations(tmp_path, 4) == {}
-    assert {p.name for p in tmp_path.iterdir()} == {"alpha.npz.damaged", "beta.npz.damaged"}
+    names = {"alpha.npz.damaged", "beta.npz.damaged"}
+    assert {p.name for p in tmp_path.iterdir()} == names
+    np.savez(tmp_path / "other.npz", x=np.ones(2))  # a file of the user
+    assert run_directory.read_observations(tmp_path, 4) == {}
+    assert {p.name for p in tmp_path.iterdir()} == {*names, "other.npz"}
 
 
 # Killed processes.

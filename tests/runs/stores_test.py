@@ -90,6 +90,25 @@ def test_evaluation_of_some_clients(tmp_path):
     assert [row["client"] for row in rows if row["test_examples"]] == [str(i) for i in ids]
 
 
+def test_rows_of_an_earlier_store_are_removed(tmp_path):
+    stop_after_a_call(SINGLE | {"store": "host"}, tmp_path)
+    assert list((tmp_path / "rows").iterdir())
+    runner.run(SINGLE, tmp_path)
+    assert not list((tmp_path / "rows").iterdir())
+
+
+def test_scores_belong_to_the_clients_of_the_last_evaluation(tmp_path):
+    """The first phase evaluates two active clients, and the second one the held-out clients."""
+    phases = ({"rounds": 2}, {"rounds": 2, "participants": "held_out", "clients_per_round": 1})
+    config = CONFIG | {"evaluate_clients": 2, "held_out": 2, "phases": phases}
+    ended = runner.run(config, tmp_path, on_evaluation=lambda line: False)
+    assert [line["phase"] for line in ended.metrics] == [0]
+    expected = runner.run(config | {"phases": ({"rounds": 2},), "rounds": 2})
+    assert [row["before_accuracy"] for row in ended.clients] == [
+        row["before_accuracy"] for row in expected.clients
+    ]
+
+
 def test_several_runs_need_the_device_store(tmp_path):
     with pytest.raises(UsageError, match="run them one by one"):
         runner.run_all(CONFIG | {"store": "host", "seeds": 2}, tmp_path)

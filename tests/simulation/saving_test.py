@@ -51,3 +51,13 @@ def test_dtypes_and_damaged_files(tmp_path: Path):
     path.write_bytes(bytes(content))
     assert "is damaged" in message(pfl.restore, path, tree)
     assert "No such file" in message(pfl.restore, tmp_path / "none.npz", tree)
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    line = message(pfl.restore, tmp_path / "array.npy", tree)
+    assert "holds one array; give a file that `save` wrote" in line
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path):
+    assert "cannot be written: No such file" in message(pfl.save, tmp_path / "no" / "a.npz", {})
+    (tmp_path / "a.npz").mkdir()
+    assert "cannot be written: Is a directory" in message(pfl.save, tmp_path / "a.npz", {})
+    assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]  # no part of a file

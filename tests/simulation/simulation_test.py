@@ -2,8 +2,10 @@
 
 import math
 
+import chex
 import jax
 import numpy as np
+import optax
 import pytest
 
 import fedjax_pfl as pfl
@@ -164,6 +166,30 @@ def test_a_phase_in_another_store_starts_with_the_rows_of_the_last(data):
     assert_equal(to_arrays(on_host.init(state)), state)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("host", "device"),
+        ("device", "host"),
+        ("sharded", "host"),
+        ("sharded", "device"),
+        ("host", "sharded"),
+    ],
+)
+def test_a_state_of_another_store_trains_on(first, second, method, data):
+    """A round in one store and a round in another equal two rounds."""
+
+    def make(store):
+        devices = 2 if store == "sharded" else 1
+        return Simulation(method, data, clients_per_round=2, seed=3, store=store, devices=devices)
+
+    state, _ = make(first).run_round(make(first).init(), 0)
+    state, _ = make(second).run_round(state, 1)
+    loop = make("device")
+    expected, _ = loop.run_rounds(loop.init(), 0, 2)
+    chex.assert_trees_all_close(to_arrays(state), to_arrays(expected), rtol=1e-5, atol=1e-6)
+
+
 def test_diagnostics_of_a_state(data):
     training = pfl.local_sgd(learning_rate=0.05)
     network = pfl.networks.MLP(outputs=10, hidden=())
@@ -197,6 +223,13 @@ def test_clients_without_examples_have_no_score(method, data):
     [
         (Simulation, (), {"store": "cloud"}, "store is 'cloud'; choose device, sharded, host, dis"),
         (Simulation, (), {"clients_per_round": 5}, "clients_per_round is 5, and there are 4 activ"),
+        (Simulation, (), {"clients_per_round": 0}, "clients_per_round is 0; it must be an integer"),
+        (Simulation, (), {"clients_per_round": 2.5}, "clients_per_round is 2.5; it must be an int"),
+        (Simulation, (), {"devices": -1}, "devices is -1; it must be an integer, at least 1"),
+        (Simulation, (), {"chunk": 0}, "chunk is 0; it must be an integer, at least 1"),
+        (Simulation, (), {"dropout": float("nan")}, "dropout is nan; it is a probability, 0 to 1"),
+        (Simulation, (), {"dropout": 2.0}, "dropout is 2.0; it is a probability, 0 to 1"),
+        (Simulation, (), {"max_update_norm": -1}, "max_update_norm is -1; it must be above 0"),
         (Simulation, (), {"deadline": 5.0}, "deadline needs step_seconds; add it"),
         (Simulation, (), {"step_seconds": [1.0, 2.0]}, "step_seconds has shape [2]; give one nu"),
         (Simulation, (), {"step_seconds": "slow"}, "step_seconds is 'slow'; it must be a number"),
@@ -237,8 +270,15 @@ def test_a_network_with_the_wrong_number_of_outputs_is_refused(data):
         (lambda: pfl.arrays(X, np.array(["a", "b"])), "y holds text; number the classes first"),
         (lambda: pfl.run({}, model=TORCH), "model=Net is a PyTorch module, and clients train in"),
         (lambda: pfl.local_sgd(epochs=1, steps=1), "epochs or steps, not both"),
-        (lambda: pfl.local_sgd(epochs=0), "0; it must be at least 1"),
-        (lambda: pfl.local_sgd(steps=0), "0; it must be at least 1"),
+        (lambda: pfl.local_sgd(epochs=0), "epochs is 0; it must be an integer, at least 1"),
+        (lambda: pfl.local_sgd(epochs=1.5), "epochs is 1.5; it must be an integer, at least 1"),
+        (lambda: pfl.local_sgd(steps=0), "steps is 0; it must be an integer, at least 1"),
+        (lambda: pfl.local_sgd(batch_size=0), "batch_size is 0; it must be an integer, at least"),
+        (lambda: pfl.local_sgd(clip_norm=-1), "clip_norm is -1; it must be above 0"),
+        (lambda: pfl.local_sgd(learning_rate=-1), "learning_rate is -1; it must be at least 0"),
+        (lambda: pfl.local_sgd(momentum=-0.9), "momentum is -0.9; it must be at least 0"),
+        (lambda: pfl.local_training(0.1), "optimizer cannot be used"),
+        (lambda: pfl.local_training(optax.lbfgs()), "it must need gradients and parameters only"),
     ],
 )
 def test_invalid_arguments_of_other_functions(function, line):

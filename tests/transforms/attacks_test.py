@@ -210,6 +210,8 @@ def test_unsuitable_examples_are_refused():
         poison(data._replace(classes=np.ones((3, 3), bool)), federation, mask, "label_flip")
     with pytest.raises(UsageError, match="attack=backdoor needs images"):
         poison(DATA, FEDERATION, IS_ATTACKER, "backdoor")
+    with pytest.raises(UsageError, match="kind is 'label_flip'; choose sign_flip, scaled_update"):
+        attack_uploads(IS_ATTACKER, "label_flip")
 
 
 def test_settings_select_the_transform():

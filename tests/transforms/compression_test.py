@@ -11,6 +11,7 @@ import pytest
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, ClientResult, State, Traffic
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.networks.mlp import MLP
 from fedjax_pfl.simulation import ledger
@@ -199,6 +200,14 @@ def step(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
     return ClientResult(new, new, client, {"loss": mean})
 
 
+def test_arguments_out_of_range_are_refused():
+    data, federation = tiny.federated()
+    with pytest.raises(UsageError, match="bits is 1; it must be 2 to 16"):
+        compression(federation, data, bits=1)
+    with pytest.raises(UsageError, match="top_k is 0; it is a fraction, above 0, to 1"):
+        compression(federation, data, top_k=0)
+
+
 def test_fedavg_round_differs_by_at_most_one_level():
     """At 16 bits the kernel takes 10 · 16 + 32 bits and the bias 2 · 16 + 32."""
     data, federation = tiny.federated()
@@ -206,7 +215,8 @@ def test_fedavg_round_differs_by_at_most_one_level():
     network = MLP(2, ())
     fedavg = algorithms.fedavg(network, local_training.sgd(epochs=1), federation)
     fedavg = fedavg._replace(train=step)
-    compressed = compression(federation, data, bits=16, top_k=None)(fedavg)
+    stored = jax.tree.map(np.asarray, data)  # as from `partition`
+    compressed = compression(federation, stored, bits=16, top_k=None)(fedavg)
 
     def run(algorithm: Algorithm) -> Any:
         rounds = make_rounds(algorithm, federation, cohort=6)

@@ -150,6 +150,20 @@ def test_settings_select_the_transform():
         }
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"rule": "foo"}, "rule is 'foo'; choose mean, "),
+        ({"share": 0.9}, "share is 0.9; it must be at least 0 and below 0.5"),
+        ({"norm": 0}, "norm is 0; it must be above 0"),
+        ({"steps": 0}, "steps is 0; it must be an integer, at least 1"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], line: str):
+    with pytest.raises(UsageError, match=line):
+        robust(FEDERATION, DATA, **{"rule": "krum", **arguments})
+
+
 def _record() -> Any:
     return robust(FEDERATION, DATA, "krum")(toy()).init(jax.random.key(0)).server
 

@@ -26,7 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.algorithms.fedfomo.diagnostics import DIAGNOSTICS, PICTURES, TUNING_NOTE
-from fedjax_pfl.algorithms.shared.initial_state import initial_momentum, initial_variables
+from fedjax_pfl.algorithms.shared.initial_state import (
+    continuing,
+    initial_momentum,
+    initial_variables,
+)
 from fedjax_pfl.algorithms.shared.matching import select_peers
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.model_training import model_trainer
@@ -186,7 +190,7 @@ def fedfomo(
         return {"affinity": state.rows.affinity}
 
     return Algorithm(
-        init=init,
+        init=continuing(init),
         send=send,
         train=train,
         receive=receive,

@@ -39,6 +39,7 @@ from fedjax_pfl.algorithms.pfedla.layer_mixing import (
 )
 from fedjax_pfl.algorithms.pfedla.layer_weights import LayerWeights, normalised
 from fedjax_pfl.algorithms.shared.initial_state import (
+    continuing,
     initial_momentum,
     initial_variables,
     model_shapes,
@@ -199,7 +200,7 @@ def pfedla(
         return {"alpha": all_alpha, **mixing_candidates.diagnostics(state.rows.candidates)}
 
     return Algorithm(
-        init=init,
+        init=continuing(init),
         send=send,
         train=train,
         receive=receive,

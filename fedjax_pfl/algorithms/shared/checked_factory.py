@@ -18,9 +18,12 @@ _GUIDE = "docs/your_model.md shows how to write one"
 def checked_factory(factory: Callable[..., Algorithm]) -> Callable[..., Algorithm]:
     """Returns a factory with the same signature that raises UsageError for wrong arguments."""
 
+    signature = inspect.signature(factory)
+
     @functools.wraps(factory)
-    def create(model: Any, training: Any, federation: Any, **settings: Any) -> Algorithm:
-        name = factory.__name__
+    def create(*arguments: Any, **keywords: Any) -> Algorithm:
+        name, values = factory.__name__, signature.bind(*arguments, **keywords).arguments
+        model, training, federation = list(values.values())[:3]
         for network in model if isinstance(model, tuple) else (model,):
             _check_model(name, network)
         if not isinstance(training, Training):
@@ -33,7 +36,7 @@ def checked_factory(factory: Callable[..., Algorithm]) -> Callable[..., Algorith
                 f"{name} takes a Federation as its third argument, got "
                 f"{type(federation).__name__}; give data.federation, with data = partition(...)"
             )
-        return factory(model, training, federation, **settings)
+        return factory(*arguments, **keywords)
 
     return check_arguments(create)
 

@@ -1,5 +1,6 @@
 """Initial parts of a method's state: model variables, optimiser state, rows of the clients."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -54,6 +55,28 @@ def initial_momentum(training: Training, params: PyTree, federation: Federation)
     if not training.keep_optimizer:
         return ()
     return trees.repeat(training.optimizer.init(params), federation.clients)
+
+
+def continuing(init: Callable[..., State]) -> Callable[..., State]:
+    """Returns `init` that also accepts the final state of an earlier phase of the same method.
+
+    A state with the same arrays as a new one is continued; only the optimiser starts anew. The
+    client-side state must have a field `momentum`. Other states are passed to `init`.
+    """
+
+    def without_momentum(state: State) -> State:
+        return state._replace(clients=state.clients._replace(momentum=()))
+
+    def continue_or_init(key: jax.Array, start: State | None = None) -> State:
+        if start is None or not hasattr(start.clients, "momentum"):
+            return init(key, start)
+        shapes = jax.eval_shape(lambda: init(key))
+        if not trees.same_shapes(without_momentum(shapes), without_momentum(start)):
+            return init(key, start)
+        momentum = init(key).clients.momentum
+        return start._replace(clients=start.clients._replace(momentum=momentum))
+
+    return continue_or_init
 
 
 def initial_client_rows(
