@@ -170,9 +170,9 @@ def grows(params: Any) -> optax.GradientTransformation:
 )
 def test_optimizers_that_need_more_than_gradients_are_errors(optimizer: Any):
     with pytest.raises(UsageError, match=r"^optimizer= cannot be used: [^\n]+$"):
-        optimizers.check("optimizer=", optimizer, PARAMS)
+        optimizers.check("optimizer=", optimizer)
 
 
 def test_optimizers_that_need_only_gradients_pass():
     for optimizer in (optax.adamw(0.1), optax.lion(0.1), optax.inject_hyperparams(optax.sgd)(0.1)):
-        optimizers.check("optimizer=", optimizer, PARAMS)
+        optimizers.check("optimizer=", optimizer)
