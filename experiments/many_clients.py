@@ -238,10 +238,9 @@ def main(argv: Sequence[str]) -> None:
                 label += f", {flag_values.hidden} hidden units"
             rows = results.setdefault(label, [])
             key = (int(clients), flag_values.store)
-            if any((row["clients"], row["store"]) == key and row["ok"] for row in rows):
+            if any((row["clients"], row["store"]) == key for row in rows):
                 print(f"{label}, {clients} clients: {out} has it, not measured again")
                 continue
-            rows[:] = [row for row in rows if (row["clients"], row["store"]) != key]
             flag = [
                 f"--{name}={flag_values[name].value}" for name in (*_PASSED, "server", "hidden")
             ]
