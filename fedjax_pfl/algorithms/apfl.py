@@ -72,8 +72,10 @@ def apfl(
         state = base.init(key, start)
         v = initial_client_rows(state.server, start, Client, "variables", federation)
         initial, w = jnp.float32(alpha), state.server["params"]
-        adapted = initial_client_rows(initial, start, Client, "alpha", federation)
-        alphas = jnp.where(alpha_rate > 0, adapted, initial)
+        alphas = jnp.full(federation.clients, initial)
+        if start is not None:
+            adapted = initial_client_rows(initial, start, Client, "alpha", federation)
+            alphas = jnp.where(alpha_rate > 0, adapted, alphas)
         momentum = initial_momentum(separate, {"v": w, "w": w}, federation)
         return state._replace(clients=Client(v, alphas, momentum))
 
