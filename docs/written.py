@@ -269,16 +269,6 @@ def cells(name: str, columns: str, *rows: str) -> str:
     return "\n\n".join([text_tables.markdown([table]), *lines])
 
 
-def all_gaps(paper: str) -> str:
-    """Returns a paper's cells that were run next to ours, and the reasons of disagreements."""
-    columns = gaps.columns_of(RESULTS, TABLES, paper)
-    lines = "\n".join(f"- {line}" for line in gaps.reasons(columns, paper))
-    parts = [text_tables.markdown([gaps.table(columns)]), gaps.NOTE]
-    return "\n\n".join(
-        [*parts, f"Most likely reasons of disagreements:\n\n{lines}"][: 3 if lines else 2]
-    )
-
-
 def _without_equal_columns(
     table: text_tables.Table, heads: Sequence[str]
 ) -> tuple[text_tables.Table, str]:
@@ -319,7 +309,7 @@ MARKS: dict[str, Callable[..., str]] = {
     "stress": stress,
     "summary": summary,
     "cells": cells,
-    "gaps": all_gaps,
+    "gaps": lambda paper: gaps.page_part(RESULTS, TABLES, paper),
 }
 
 

@@ -24,26 +24,41 @@ NOTE = (
     "Ours, and the published number in brackets. Bold: agrees. *: fewer than three seeds or no "
     "published deviation, so not judged. †: fewer rounds than published."
 )
-VERDICT_COLOURS = {"yes": "#009E73", "no": "#D55E00", "few seeds": "#56B4E9", "-": "#56B4E9"}
-VERDICT_LABELS = {"yes": "ours, agrees", "no": "ours, disagrees", "few seeds": "ours, not judged"}
+# Label and colour of our number in pictures.
+AGREES, DISAGREES = ("ours, agrees", "#009E73"), ("ours, disagrees", "#D55E00")
+NOT_JUDGED = ("ours, not judged", "#56B4E9")
 Columns = dict[tuple[str, str], dict[str, RunCell]]  # by (table, column), then row
 
 
 def columns_of(results: Path, tables: Mapping[str, Table], paper: str) -> Columns:
     """Returns a paper's published cells that were run, in the order of its tables and columns.
 
-    `results` has cells.json. Raises UsageError if none was run.
+    `results` is the folder of cells.json.
     """
     cells, columns = read(results, tables), Columns()
     for name, table in tables.items():
         for column in table.columns if name.partition("/")[0] == paper else ():
             by_row = {c.row: c for c in cells if (c.table, c.column) == (name, column)}
-            rows = [row for row in table.rows if row in by_row and table.published(row, column)]
+            rows = [
+                row for row in table.cells if row in by_row and by_row[row].published is not None
+            ]
             if rows:
                 columns[name.partition("/")[2], column] = {row: by_row[row] for row in rows}
+    return columns
+
+
+def page_part(results: Path, tables: Mapping[str, Table], paper: str) -> str:
+    """Returns the table of a paper and the reasons of disagreements, in Markdown.
+
+    Raises UsageError if no cell of the paper was run.
+    """
+    columns = columns_of(results, tables, paper)
     if not columns:
         raise UsageError(f"no cell of the tables of {paper} was run")
-    return columns
+    parts = [text_tables.markdown([table(columns)]), NOTE]
+    if lines := reasons(columns, paper):
+        parts += ["Most likely reasons of disagreements:", "\n".join(f"- {x}" for x in lines)]
+    return "\n\n".join(parts)
 
 
 def _rows(columns: Columns) -> list[str]:
@@ -119,13 +134,13 @@ def picture(columns: Columns, paper: str) -> Figure:
                 _draw_cell(axes, y, by_row[row])
     panels[0].set_yticks(range(len(rows)), rows)
     panels[0].set_ylim(-0.6, len(rows) - 0.4)
-    verdicts = {cell.verdict for by_row in columns.values() for cell in by_row.values()}
-    shown = [v for v in VERDICT_LABELS if v in verdicts or (v == "few seeds" and "-" in verdicts)]
+    used = {_style(cell) for by_row in columns.values() for cell in by_row.values()}
+    styles = [style for style in (AGREES, DISAGREES, NOT_JUDGED) if style in used]
     published = Line2D([], [], color=drawing.INK, marker="|", linestyle="", markersize=9)
-    handles = [Line2D([], [], color=VERDICT_COLOURS[v], marker="o", linestyle="") for v in shown]
+    handles = [Line2D([], [], color=colour, marker="o", linestyle="") for _, colour in styles]
     figure.legend(
         [published, *handles],
-        ["published", *(VERDICT_LABELS[v] for v in shown)],
+        ["published", *(label for label, _ in styles)],
         loc="outside lower center",
         ncols=4,
         frameon=False,
@@ -134,10 +149,17 @@ def picture(columns: Columns, paper: str) -> Figure:
     return figure
 
 
+def _style(cell: RunCell) -> tuple[str, str]:
+    """Returns the label and the colour of our number in pictures."""
+    if not cell.judged:
+        return NOT_JUDGED
+    return AGREES if cell.agrees else DISAGREES
+
+
 def _draw_cell(axes: Axes, y: int, cell: RunCell) -> None:
     """Draws a published number just above the line y, and ours just below."""
     assert cell.published is not None
-    score, ours = mean_std(cell.measured), VERDICT_COLOURS[cell.verdict]
+    score, (_, ours) = mean_std(cell.measured), _style(cell)
     deviation = cell.published[1] if isinstance(cell.published, Sequence) else None
     for mean, std, height, marker, size, colour in (
         (mean_of(cell.published), deviation, y + 0.14, "|", 9, drawing.INK),

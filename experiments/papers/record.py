@@ -87,11 +87,11 @@ def record(tables: Mapping[str, Table], folder: Path, results: Path) -> list[str
                 messages += _record_table(name, tables[name], cell_runs, cells, results)
         content["cells"] = [cells[place] for place in order if place in cells]
         (results / CELLS).write_text(_as_text("cells", content), encoding="utf-8")
-        for paper in dict.fromkeys(
-            n.partition("/")[0] for n, found in runs_by_table.items() if found
-        ):
-            figure = gaps.picture(gaps.columns_of(results, tables, paper), paper)
-            figure.savefig(results / f"gaps-{paper}.png", dpi=110)
+        recorded = [name for name, cell_runs in runs_by_table.items() if cell_runs]
+        for paper in dict.fromkeys(name.partition("/")[0] for name in recorded):
+            if columns := gaps.columns_of(results, tables, paper):
+                figure = gaps.picture(columns, paper)
+                figure.savefig(results / f"gaps-{paper}.png", dpi=110)
     except OSError as error:
         raise UsageError(f"{results} cannot be written ({error.strerror})") from None
     return messages

@@ -57,7 +57,8 @@ def apfl(
 
     Args:
       alpha: α, the share of a client's own model in the mixture; the initial share if it adapts.
-      alpha_rate: η_α, the learning rate of α; 0 keeps α fixed.
+      alpha_rate: η_α, the learning rate of α; 0 keeps α fixed. A later phase continues shares that
+        adapt.
     """
     require((alpha >= 0) & (alpha <= 1), f"apfl.alpha is {alpha}; it is a share, 0 to 1")
     require_at_least("apfl.alpha_rate", alpha_rate, 0)

@@ -61,9 +61,10 @@ def run(
       server_optimizer: User-defined optimiser of the server, instead of replacing the model by the
         mean of the uploads.
     """
-    is_mapping = isinstance(config, Mapping | ConfigDict)  # run_all refuses anything else
-    if is_mapping and (config.get("seeds", 1) not in (None, 1) or config.get("sweep")):
-        raise UsageError("seeds and sweep request several runs; use run_all")
+    if isinstance(config, Mapping | ConfigDict):  # run_all refuses other configs and other seeds
+        seeds = config.get("seeds")
+        if (isinstance(seeds, int) and seeds > 1) or config.get("sweep"):
+            raise UsageError("seeds and sweep request several runs; use run_all")
 
     def without_name(callback: Callable[..., Any] | None) -> Callable[..., Any] | None:
         return None if callback is None else lambda name, *arguments: callback(*arguments)

@@ -221,10 +221,9 @@ class Simulation:
 
     def _from_any_store(self, state: State) -> State:
         """Returns a state of a simulation with any store in a form that this store accepts."""
-        is_stored = isinstance(state.clients, ClientStore)
-        if self._store in OFF_DEVICE if is_stored else self._store == "sharded":
-            return state
-        return to_arrays(state)
+        if isinstance(state.clients, ClientStore):
+            return state if self._store in OFF_DEVICE else to_arrays(state)
+        return state if self._store == "sharded" else to_arrays(state)
 
     def _program(self, rounds: int) -> DeviceProgram | StreamedProgram:
         """Returns the program for up to `rounds` rounds in one call, made at its first use."""

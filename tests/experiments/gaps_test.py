@@ -39,10 +39,20 @@ def test_the_table_has_ours_and_the_published_number(columns):
     ]
 
 
-def test_a_paper_without_cells(tmp_path):
+def test_a_page_part_needs_a_cell(tmp_path):
     write(tmp_path)
+    assert gaps.columns_of(tmp_path, TABLES, "paper") == {}
     with pytest.raises(UsageError, match="no cell of the tables of paper was run"):
-        gaps.columns_of(tmp_path, TABLES, "paper")
+        gaps.page_part(tmp_path, TABLES, "paper")
+
+
+def test_a_published_zero_is_a_number(tmp_path):
+    """Local sends nothing: 0 bytes."""
+    write(tmp_path, cell("local", "GB", [0.0], 600))
+    tables = {"paper/table1": table({"local": {"GB": 0.0}})}
+    part = gaps.page_part(tmp_path, tables, "paper")
+    assert "| local | 0.00* (0.00) |" in part
+    assert "reasons" not in part
 
 
 def reasons(columns, folder: Path, *entries: tuple[str, str]) -> list[str]:
@@ -76,11 +86,11 @@ def test_the_picture_has_a_panel_for_each_column(columns):
     ]
     assert points == [
         (55.0, gaps.drawing.INK),  # pFedLA, the lowest row: published, then ours
-        (55.0, gaps.VERDICT_COLOURS["few seeds"]),
+        (55.0, gaps.NOT_JUDGED[1]),
         (40.0, gaps.drawing.INK),
-        (42.0, gaps.VERDICT_COLOURS["no"]),
+        (42.0, gaps.DISAGREES[1]),
         (50.0, gaps.drawing.INK),
-        (55.0, gaps.VERDICT_COLOURS["yes"]),
+        (55.0, gaps.AGREES[1]),
     ]
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend == ["published", "ours, agrees", "ours, disagrees", "ours, not judged"]

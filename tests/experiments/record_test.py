@@ -57,6 +57,7 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
         f"{NAME} pfedla/cifar10-n10: 20 rounds, seeds 0",
         f"{NAME} ditto/cifar10-n10: 10 rounds, seeds 0",
     ]
+    assert (results / "gaps-pfedla.png").stat().st_size > 1000
     recorded, lines = cells(results)
     assert recorded.pop("ditto")["measured"] == {"0": 90.0}
     assert recorded == {

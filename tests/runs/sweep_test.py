@@ -265,4 +265,10 @@ def test_invalid_sweeps_are_refused_before_anything_is_written(changes, line, tm
 
 def test_run_refuses_a_sweep(tmp_path):
     assert "run_all" in message(runner.run, SEEDS, tmp_path / "run")
+    for seeds in ("2", None, 2.5):
+        line = message(runner.run, {**BASE, "seeds": seeds}, tmp_path / "run")
+        assert line.startswith(f"seeds is {seeds!r}; it must be")
+    assert "seeds is 0; it must be at least 1" in message(
+        runner.run, {**BASE, "seeds": 0}, tmp_path / "run"
+    )
     assert not (tmp_path / "run").exists()
