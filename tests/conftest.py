@@ -16,6 +16,9 @@ _FASTER = _FASTER if jax.__version_info__ < (0, 11) else ""
 # Every test must also pass with SSE4_2 and AVX2, which round differently.
 ISA = os.environ.get("FEDJAX_PFL_TEST_ISA", "AVX")
 os.environ["XLA_FLAGS"] = f"{_FASTER}--xla_cpu_max_isa={ISA}"
+# XLA's threads. As many as devices are too few: two collective operations of a program that can run
+# in any order wait for each other, and XLA ends the process after 40 seconds.
+os.environ["NPROC"] = "16"
 # All compiled programs are stored, for other processes and later sessions.
 CACHE = Path(__file__).parents[1] / ".cache" / f"jax-{jax.__version__}-{ISA}"
 MAX_CACHE_BYTES = 1_000_000_000  # a larger cache is deleted
