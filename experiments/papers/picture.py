@@ -1,7 +1,7 @@
 """Draws the curves of a published table's cells with the published numbers."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -30,7 +30,7 @@ def picture(name: str, table: Table, curves: Curves) -> Figure | None:
     if not columns:
         return None
     rows = [row for row in table.rows if any((row, column) in cells for column in columns)]
-    colours = {row: drawing.COLOURS[i % len(drawing.COLOURS)] for i, row in enumerate(rows)}
+    styles = {row: _style(i) for i, row in enumerate(rows)}
     width = max(drawing.WIDTH, 3.7 * len(columns))
     title = f"{name}: lines are ours, points the published numbers"
     figure = drawing.new_figure(title, width, 4.2)
@@ -44,11 +44,12 @@ def picture(name: str, table: Table, curves: Curves) -> Figure | None:
         rows_of_column = [row for row in rows if (row, column) in cells]
         for row in rows_of_column:
             curve = curves[f"{row}/{column}"]
-            dataset_heights += _line(axes, curve, table.reported, row, colours[row])
+            dataset_heights += _line(axes, curve, table.reported, row, styles[row])
         end = axes.get_xlim()[1]
+        axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= end])
         for i, row in enumerate(rows_of_column):
             x = end * (1 + 0.03 * i)
-            dataset_heights += _point(axes, x, table.published(row, column), colours[row])
+            dataset_heights += _point(axes, x, table.published(row, column), styles[row])
     for dataset, dataset_panels in panels_by_dataset.items():
         low, high = min(heights[dataset]), max(heights[dataset])
         span = max(high - low, 4)  # curves are cut off this many points below
@@ -69,22 +70,39 @@ def picture(name: str, table: Table, curves: Curves) -> Figure | None:
     return figure
 
 
+class _Style(NamedTuple):
+    """Style of a row: of its line, and of its published number."""
+
+    colour: str
+    dash: str
+    marker: str
+
+
+def _style(i: int) -> _Style:
+    """Returns the style of row i; 28 rows differ."""
+    repeats, colour = divmod(i, len(drawing.COLOURS))
+    dash, marker = (options[repeats % 4] for options in (drawing.DASHES, drawing.MARKERS))
+    return _Style(drawing.COLOURS[colour], dash, marker)
+
+
 def _line(
-    axes: Axes, by_seed: Mapping[str, Any], stage: str, label: str, colour: str
+    axes: Axes, by_seed: Mapping[str, Any], stage: str, label: str, style: _Style
 ) -> Sequence[float]:
     """Draws the mean and range over seeds; returns the heights of the second half and the top."""
     seeds = [dict(zip(curve["round"], curve[stage], strict=True)) for curve in by_seed.values()]
     rounds = sorted(set.intersection(*map(set, seeds)))
     values = np.array([[curve[r] for r in rounds] for curve in seeds])
-    axes.plot(rounds, values.mean(0), color=colour, label=label, linewidth=1.4)
-    axes.fill_between(rounds, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0)
+    axes.plot(rounds, values.mean(0), style.dash, color=style.colour, label=label, linewidth=1.4)
+    low, high = values.min(0), values.max(0)
+    axes.fill_between(rounds, low, high, color=style.colour, alpha=0.2, linewidth=0)
     return [*values[:, len(rounds) // 2 :].ravel().tolist(), values.max()]
 
 
-def _point(axes: Axes, x: float, published: Published, colour: str) -> list[float]:
+def _point(axes: Axes, x: float, published: Published, style: _Style) -> list[float]:
     """Draws a published mean and deviation at x; returns the heights of its ends."""
     if published is None:
         return []
     mean, std = mean_of(published), published[1] if isinstance(published, Sequence) else 0.0
-    axes.errorbar(x, mean, std, fmt="o", markersize=4, color=colour, capsize=2, linewidth=1)
+    fmt, colour = style.marker, style.colour
+    axes.errorbar(x, mean, std, fmt=fmt, markersize=4, color=colour, capsize=2, linewidth=1)
     return [mean - std, mean + std]

@@ -174,6 +174,18 @@ def test_picture_has_our_curves_and_the_published_numbers():
     assert labels == ["local", "pfedla", "ditto (variant of this library)"]
 
 
+def test_lines_and_points_of_ten_rows_differ():
+    rows = [row for row in TABLE[NAME].cells if row != "fedbn"]
+    curve = {"0": {"round": [5, 10], "before": [90.0, 91.0], "after": [1.0, 1.0]}}
+    curves = {f"{row}/emnist_digits-n10": curve for row in rows}
+    (axes,) = picture.picture(NAME, TABLE[NAME], curves).axes
+    lines = axes.lines[: len(rows)]
+    points = [container[0] for container in axes.containers]
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(rows) == 9
+    assert len({(point.get_color(), point.get_marker()) for point in points}) == 9
+    assert axes.get_xticks().max() <= 10.25  # no ticks below the points, which have no round
+
+
 def test_panels_of_one_dataset_have_one_scale():
     """Published for ten and for a hundred clients: 89.01 ± .47 and 91.25 ± .18.
 
