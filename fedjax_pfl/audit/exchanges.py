@@ -7,7 +7,8 @@ import jax
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, PyTree
 from fedjax_pfl.core.groups import group_algorithms
 from fedjax_pfl.core.randomness import PERSONAL, SEND, TRAIN, stage_key
-from fedjax_pfl.runs.phase import Phase, make_network
+from fedjax_pfl.runs.phase import Phase
+from fedjax_pfl.runs.phase_inputs import make_network
 from fedjax_pfl.runs.result import Result
 
 

@@ -17,7 +17,8 @@ from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.deploy.node_file import DATA_SETTINGS
 from fedjax_pfl.deploy.programs import Method
 from fedjax_pfl.runs.build import Experiment, make_task
-from fedjax_pfl.runs.phase import Phase, PhaseInputs
+from fedjax_pfl.runs.phase import Phase
+from fedjax_pfl.runs.phase_inputs import PhaseInputs
 from fedjax_pfl.settings import configuration, custom
 from fedjax_pfl.settings.general import settings_with
 from fedjax_pfl.simulation.execution_plan import Plan

@@ -18,7 +18,8 @@ from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.task import Task, check_labels, check_task, infer_task, select_metrics
 from fedjax_pfl.data.augment import on_normalised
-from fedjax_pfl.runs.phase import Phase, PhaseInputs
+from fedjax_pfl.runs.phase import Phase
+from fedjax_pfl.runs.phase_inputs import PhaseInputs
 from fedjax_pfl.runs.sweep_settings import differing_settings, swept_settings
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation import (

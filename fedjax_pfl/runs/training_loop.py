@@ -17,7 +17,8 @@ from fedjax_pfl.core.algorithm import PyTree, State
 from fedjax_pfl.runs import progress
 from fedjax_pfl.runs.build import Experiment
 from fedjax_pfl.runs.interrupt import Stop, Stopped
-from fedjax_pfl.runs.phase import Phase, next_boundary
+from fedjax_pfl.runs.phase import Phase
+from fedjax_pfl.runs.phase_inputs import next_boundary
 from fedjax_pfl.runs.resume import can_save_checkpoint, save_checkpoint
 from fedjax_pfl.runs.run_state import (
     SweepRun,

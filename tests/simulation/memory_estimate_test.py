@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.runs import build, phase
+from fedjax_pfl.runs import build, phase_inputs
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation import execution_plan, memory_estimate, rounds
 from fedjax_pfl.simulation.map_clients import map_clients
@@ -83,7 +83,7 @@ def test_a_memory_budget_chooses_the_chunk(monkeypatch):
         chunks.append(chunk)
         return rounds.round_functions(*arguments, chunk=chunk, **settings)
 
-    monkeypatch.setattr(phase, "round_functions", make)
+    monkeypatch.setattr(phase_inputs, "round_functions", make)
     built(memory_gb=1.0)
     assert chunks == [10]
     chunks.clear()
