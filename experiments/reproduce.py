@@ -14,11 +14,9 @@ takes rows and columns, with * for anything: pfedla, cifar10-n10, pfedla/cifar10
 are found by their settings.
 """
 
-import contextlib
 import fnmatch
-import hashlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +24,8 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from experiments import overrides
-from experiments.papers import agreement, record
+from experiments.papers import agreement, cell_runs, record
+from experiments.papers.cell_runs import Place, Plan
 from experiments.papers.table import cell as format_cell
 from experiments.papers.table import mean_of, plateau
 from experiments.papers.tables import TABLES, Cell, Table, cells_of
@@ -35,9 +34,8 @@ from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.cli.configs import define_data_dir
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import html_page as report
-from fedjax_pfl.report import run_reader, text_tables
-from fedjax_pfl.report.run_index import RunIndex
-from fedjax_pfl.runs import interrupt, runner
+from fedjax_pfl.report import text_tables
+from fedjax_pfl.runs import interrupt
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.listing import wrapped
 from fedjax_pfl.simulation.devices import prepare_devices
@@ -47,7 +45,6 @@ SCALES = {"quick": 1, "full": 3}  # number of seeds
 NOT_COMPARED = {"data_dir", "seed", "partition_seed", "eval_every"}  # settings
 NOT_RUN = "not run"
 LEFT_OUT = "left out"
-FAILED = "cannot be run"
 
 
 class Options(NamedTuple):
@@ -62,24 +59,8 @@ class Options(NamedTuple):
     data_dir: str | None = None
     changes: Sequence[str] = ()
     only_show: bool = False
+    together: bool = False
     format: str = "text"
-
-
-class Plan(NamedTuple):
-    """A cell and the settings to run it with."""
-
-    cell: Cell
-    published: ConfigDict  # the paper's settings
-    config: ConfigDict | None  # our settings; None if the cell is impossible or left out
-    remark: str = ""  # a few words on why it is not run
-    message: str = ""  # what to do about it
-
-
-class Place(NamedTuple):
-    """A cell and its existing runs by seed."""
-
-    plan: Plan
-    runs: Mapping[int, run_reader.Run]
 
 
 def listing() -> str:
@@ -164,65 +145,6 @@ def _missing(dataset: str, data_dir: str | None) -> str:
     except UsageError as error:
         return str(error)
     return ""
-
-
-def jobs(plan: Sequence[Plan], seeds: int) -> Iterator[tuple[Plan, ConfigDict]]:
-    """Yields all runs, seed by seed: every cell has one seed before any cell has two."""
-    for seed in range(seeds):
-        for item in plan:
-            if item.config is not None:
-                config = item.config.copy_and_resolve_references()
-                config.seed = config.partition_seed = seed
-                yield item, config
-
-
-def collect(plan: Sequence[Plan], seeds: int, folder: Path) -> list[Place]:
-    """Returns the existing runs of each cell."""
-    index = RunIndex(folder)
-    runs: dict[int, dict[int, run_reader.Run]] = {id(item): {} for item in plan}
-    for item, config in jobs(plan, seeds):
-        if path := index.find(config)[1]:
-            with contextlib.suppress(UsageError):  # no evaluation yet
-                runs[id(item)][config.seed] = run_reader.read(path)
-    return [Place(item, runs[id(item)]) for item in plan]
-
-
-def run(options: Options, plan: Sequence[Plan], seeds: int) -> list[Plan]:
-    """Runs missing cells, resumes interrupted runs, and returns the plan with failures marked."""
-    index, failed = RunIndex(options.out), dict[str, str]()
-    todo: dict[str, tuple[Plan, ConfigDict, Path | None]] = {}
-    cells: dict[str, list[int]] = {}  # cells of each run
-    for item, config in jobs([item for item in plan if not item.message], seeds):
-        key, path = index.find(config)
-        cells.setdefault(key, []).append(id(item))
-        if path is None or not (path / "report.html").is_file():
-            todo.setdefault(key, (item, config, path))
-    count = len(cells)
-    interrupted = sum(path is not None for _, _, path in todo.values())
-    new = len(todo) - interrupted
-    facts = f"{count - len(todo)} exist, {interrupted} are resumed, {new} are missing"
-    print(f"{count} run{'s' * (count != 1)}: {facts}", file=sys.stderr)
-    with interrupt.on_signals() as stop:
-        for number, (key, (item, config, path)) in enumerate(todo.items(), 1):
-            directory = path or options.out / _name(options.table, item.cell, config.seed, key)
-            print(f"[{number}/{len(todo)}] {directory}", file=sys.stderr, flush=True)
-            try:
-                runner.run(config, directory, stop)
-            except UsageError as error:
-                failed[key] = " ".join(str(error).split())
-                print(f"  {failed[key]}", file=sys.stderr)
-    messages = {cell: message for key, message in failed.items() for cell in cells[key]}
-    return [
-        item._replace(remark=FAILED, message=messages[id(item)]) if id(item) in messages else item
-        for item in plan
-    ]
-
-
-def _name(table: str, cell: Cell, seed: int, key: str) -> str:
-    """Returns a folder name: the cell and seed, and a digest of the settings."""
-    label = f"{table}-{cell.row}-{cell.column}-s{seed}".replace("/", "-")
-    safe_label = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in label)
-    return f"{safe_label}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
 
 
 def tables(table: Table, places: Sequence[Place]) -> list[text_tables.Table]:
@@ -352,15 +274,15 @@ def reproduce(options: Options) -> int:
     plan = plans(table, options)
     if not options.only_show:
         try:
-            plan = run(options, plan, seeds)
+            plan = cell_runs.run(options.table, plan, seeds, options.out, together=options.together)
         except interrupt.Stopped as stopped:
             print(stopped, file=sys.stderr)
             status = stopped.code
-    places = collect(plan, seeds, options.out)
+    places = cell_runs.collect(plan, seeds, options.out)
     if not options.only_show and options.out.is_dir():  # missing if nothing could be run
         write(options, table, places)
     print(page(options, table, places, options.format))
-    tried = [place for place in places if place.plan.remark == FAILED]
+    tried = [place for place in places if place.plan.remark == cell_runs.FAILED]
     if tried and not any(place.runs for place in places):
         raise UsageError(f"no run finished: {tried[0].plan.message}")
     return status
@@ -391,6 +313,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("out", "runs/reproduce", "Folder of the runs and the table's files.")
     flags.DEFINE_multi_string("set", [], overrides.HELP)
     flags.DEFINE_bool("only_show", False, "Print what has been computed and run nothing.")
+    flags.DEFINE_bool("together", False, "Run the seeds of a cell as one program (GPU, TPU).")
     flags.DEFINE_bool("record", False, "Write numbers and curves of --out to experiments/results.")
     flags.DEFINE_bool("summary", False, "Count the recorded cells that agree.")
     flags.DEFINE_enum("format", "text", ["text", "markdown"], "Format of the output.")

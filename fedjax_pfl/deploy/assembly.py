@@ -14,11 +14,13 @@ from fedjax_pfl.core import jaxprs
 from fedjax_pfl.core.algorithm import Federation, PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
+from fedjax_pfl.data.partition import PartitionedData
 from fedjax_pfl.deploy.node_file import DATA_SETTINGS
 from fedjax_pfl.deploy.programs import Method
-from fedjax_pfl.runs.build import Experiment, make_task
+from fedjax_pfl.runs.build import Experiment
 from fedjax_pfl.runs.phase import Phase
 from fedjax_pfl.runs.phase_inputs import PhaseInputs
+from fedjax_pfl.runs.run_partitions import make_task
 from fedjax_pfl.settings import configuration, custom
 from fedjax_pfl.settings.general import settings_with
 from fedjax_pfl.simulation.execution_plan import Plan
@@ -40,6 +42,7 @@ def complete(user_settings: Mapping[str, Any]) -> tuple[ConfigDict, configuratio
         "speed_trace": settings.speed_trace != "",
         "phases": len(settings.phases) > 0,
         "seeds": settings.seeds > 1,
+        "own_partitions": settings.own_partitions,
         "sweep": settings.sweep != "",
         "reference": settings.reference,
         "reference_runs": settings.reference_runs != "",
@@ -172,7 +175,7 @@ def build_method(
         group_configs=groups,
         swept=[],
         registry=registry,
-        arrays=data,
+        examples=[data],
         federation=federation,
         begin=0,
         mesh=None,
@@ -189,7 +192,9 @@ def build_method(
         evaluate_after=phase_settings.evaluate_after,
         validate_after=phase_settings.validate_after,
     )
-    experiment = Experiment(phases=(phase,), data=data, federation=federation, remarks=())
+    experiment = Experiment(
+        phases=(phase,), partitions=(PartitionedData(data, federation),), remarks=()
+    )
     return experiment, method
 
 

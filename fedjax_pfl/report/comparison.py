@@ -67,6 +67,7 @@ def check(run: Run) -> Run:
 def group(runs: Sequence[Run]) -> list[Row]:
     """Groups runs that differ only in the seed into rows, in order of appearance.
 
+    So do runs whose partition_seed differs as their seed does, see the setting own_partitions.
     Raises UsageError for two runs with equal settings and seed, or runs with different metrics.
     """
     directories = {metric_of(run.metrics).name: run.directory for run in reversed(runs)}
@@ -92,12 +93,38 @@ def group(runs: Sequence[Run]) -> list[Row]:
                 f"{run.seed}; give one of them"
             )
         seeds[run.seed] = run
+    _join_own_partitions(configs, runs_by_seed)
     return [
         Row(label, config, [seeds[seed] for seed in sorted(seeds)])
         for label, config, seeds in zip(
             labels(list(configs.values())), configs.values(), runs_by_seed.values(), strict=True
         )
     ]
+
+
+def _join_own_partitions(
+    configs: dict[str, dict[str, Any]], runs_by_seed: dict[str, dict[int, Run]]
+) -> None:
+    """Joins rows of one run each if partition_seed minus seed is the same in all of them.
+
+    Both arguments have the same keys, one for each row. The first row takes the runs of the others,
+    and the settings of the run with the lowest seed.
+    """
+    alike: dict[str, list[str]] = {}
+    for key, config in configs.items():
+        others = {name: value for name, value in config.items() if name != "partition_seed"}
+        alike.setdefault(json.dumps(others, sort_keys=True), []).append(key)
+    for keys in alike.values():
+        partition_seeds = {
+            seed: configs[key]["partition_seed"] for key in keys for seed in runs_by_seed[key]
+        }
+        offsets = {partition_seed - seed for seed, partition_seed in partition_seeds.items()}
+        if len(keys) > 1 and len(partition_seeds) == len(keys) and len(offsets) == 1:
+            first = partition_seeds[min(partition_seeds)]
+            configs[keys[0]] |= {"partition_seed": first, "own_partitions": True}
+            for key in keys[1:]:
+                runs_by_seed[keys[0]] |= runs_by_seed.pop(key)
+                del configs[key]
 
 
 def result_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from fedjax_pfl.algorithms import METHODS
 from fedjax_pfl.core import groups
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.task import Task, check_labels, check_task, infer_task, select_metrics
-from fedjax_pfl.data.augment import on_normalised
+from fedjax_pfl.data.partition import PartitionedData
+from fedjax_pfl.runs import run_partitions
 from fedjax_pfl.runs.phase import Phase
 from fedjax_pfl.runs.phase_inputs import PhaseInputs
 from fedjax_pfl.runs.sweep_settings import differing_settings, swept_settings
@@ -43,15 +43,27 @@ class Experiment(NamedTuple):
     """Inputs of a run, before anything is compiled or written."""
 
     phases: tuple[Phase, ...]  # parts of the run with one algorithm each, in order
-    data: data.FederatedData  # examples of all clients
-    federation: Federation  # facts about the clients
+    partitions: tuple[PartitionedData, ...]  # of each run of a sweep, or one for all runs
     remarks: tuple[str, ...]  # warnings for the user, about settings that can cost accuracy
     memory: forecast.Requirement = forecast.Requirement(0, 0, 0)  # least bytes needed; 0: unknown
     statements: tuple[transforms.Statement, ...] = ()  # about transforms, such as privacy
 
+    @property
+    def data(self) -> data.FederatedData:
+        """Returns the examples of all clients; with own partitions, those of the first run."""
+        return self.partitions[0].examples
+
+    @property
+    def federation(self) -> Federation:
+        """Returns facts about the clients; with own partitions, those of the first run."""
+        return self.partitions[0].federation
+
     def select(self, runs: Sequence[int]) -> "Experiment":
         """Returns the experiment with only the runs of a sweep at these indices."""
-        return self._replace(phases=tuple(phase.select(runs) for phase in self.phases))
+        return self._replace(
+            phases=tuple(phase.select(runs) for phase in self.phases),
+            partitions=tuple(run_partitions.select(self.partitions, runs)),
+        )
 
 
 def build(
@@ -67,13 +79,10 @@ def build(
     """
     specified = [configuration.specify(config, registry) for config in configs]
     config, is_sweep = specified[0].settings, len(configs) > 1
-    dataset, arrays, federation = _load(config, registry, len(specified[0].phases[0].groups))
-    task = make_task(config, registry, arrays.y, federation)
-    if config.augment:
-        if arrays.scale is None or len(federation.input_shape) != 3:
-            raise UsageError(f"augment is for images, and {config.dataset} has none; leave it off")
-        task = task._replace(augment=on_normalised(arrays.scale, arrays.shift))
-    federation = federation._replace(task=task)
+    settings_of_runs = [specification.settings for specification in specified]
+    count = len(specified[0].phases[0].groups)
+    dataset, partitions = run_partitions.load(settings_of_runs, registry, groups=count)
+    federation, examples = run_partitions.shared_facts(config, partitions), partitions[0].examples
     _check_store(config.store, is_sweep=is_sweep)
     phases, states, begin = list[Phase](), list[Any](), 0
     phases_of_runs = [specification.phases for specification in specified]
@@ -86,20 +95,22 @@ def build(
         unread -= set(swept)
         participants = _participants(phase_configs[0], federation)
         attack = attacked.get(phase_configs[0].participants)
-        attack = attack or transforms.attack_data(config.get, arrays, participants)
+        attack = attack or transforms.attack_data(config.get, examples, participants)
         attacked[phase_configs[0].participants] = attack
         inputs = PhaseInputs(
             configs=phase_configs,
             group_configs=phase_of_runs[0].groups,
             swept=swept,
             registry=registry,
-            arrays=attack.train,
+            examples=[attack.train, *(partition.examples for partition in partitions[1:])],
             federation=participants,
             begin=begin,
             mesh=mesh,
             is_attacker=transforms.select_attackers(config.get, participants),
             triggered=attack.triggered,
         )
+        if len(partitions) > 1:
+            run_partitions.check_draws(config, inputs.evaluated)
         inputs.algorithms(phase_configs[0].conv)  # checks the settings of every run
         recorded = plans[number] if plans and number < len(plans) else None
         # Checks now that the phase can start from the previous one and fits into memory.
@@ -109,7 +120,8 @@ def build(
     for name in unread:
         raise UsageError(f"{name} is read by no phase and makes no difference; give it one value")
     remarks = [_short_batches(phase, state) for phase, state in zip(phases, states, strict=True)]
-    remarks += [_omitted_owners(config, dataset, federation), *map(_remark, phases)]
+    remarks += [run_partitions.omitted_owners(config, dataset, federation)]
+    remarks += map(_remark, phases)
     sizes = [_sizes(phase, state) for phase, state in zip(phases, states, strict=True)]
     processes = multiprocess.count()
     available = forecast.capacity(phases[0].inputs.devices // processes)
@@ -118,8 +130,7 @@ def build(
     )
     return Experiment(
         phases=tuple(phase._replace(store=store) for phase in phases),
-        data=arrays,
-        federation=federation,
+        partitions=tuple(partitions),
         remarks=tuple(dict.fromkeys(line for line in remarks if line)),
         memory=forecast.maximum([forecast.required(phase, store) for phase in sizes]),
         statements=_statements(phases),
@@ -133,43 +144,6 @@ def _statements(phases: Sequence[Phase]) -> tuple[transforms.Statement, ...]:
     if stated and others:
         raise UsageError("differential privacy is for runs without phases; leave phases out")
     return tuple(stated)
-
-
-def _load(
-    config: ConfigDict, registry: configuration.Registry, groups: int
-) -> tuple[data.Dataset, data.FederatedData, Federation]:
-    """Loads the dataset of a configuration and partitions it between clients.
-
-    Returns the dataset, the arrays with the rows of each client, and the facts of the federation.
-    `groups` is the number of architecture groups: the clients of a group have the same network.
-    """
-
-    def settings_of(name: str) -> dict[str, Any]:
-        return config.get(name, ConfigDict()).to_dict()
-
-    dataset = data.load(
-        config.dataset,
-        config.data_dir,
-        fraction=config.fraction,
-        fraction_seed=config.partition_seed,
-        sources=registry.dataset,
-        **settings_of(data.source_name(config.dataset)),
-    )
-    arrays, federation = data.federate(
-        dataset,
-        config.partition,
-        settings=settings_of(config.partition),
-        clients=config.clients,
-        seed=config.partition_seed,
-        split=config.split,
-        test_fraction=config.test_fraction,
-        validation_fraction=config.validation_fraction,
-        validation_examples=config.validation_examples,
-        permute_labels=config.permute_labels,
-        held_out=config.held_out,
-        groups=groups,
-    )
-    return dataset, arrays, federation
 
 
 def _sizes(phase: Phase, state: Any) -> forecast.PhaseSizes:
@@ -187,7 +161,7 @@ def _sizes(phase: Phase, state: Any) -> forecast.PhaseSizes:
         clients=clients,
         cohort=inputs.cohort,
         rounds=phase.end,
-        examples=examples,
+        examples=examples * len(inputs.examples),
         cohort_examples=cohort_examples,
         has_best=bool(np.sum(inputs.arrays.validation.size)),
         sweep_runs=sweep_runs,
@@ -195,28 +169,6 @@ def _sizes(phase: Phase, state: Any) -> forecast.PhaseSizes:
         mapped=mapped,
         offload=-(-count_bytes(offloaded_parts) // (sweep_runs * clients)),
     )
-
-
-def make_task(
-    config: ConfigDict, registry: configuration.Registry, y: Any, federation: Federation
-) -> Task:
-    """Returns the task that the settings select for labels `y` [rows, ...], with their metrics.
-
-    Raises UsageError if labels or metrics do not suit it, or if a user-defined task returns arrays
-    of wrong shapes.
-    """
-    outputs = federation.outputs
-    name = infer_task(y) if config.task == "auto" else config.task
-    check_labels(name, y)
-    task = registry.task[name](outputs, **config.get(name, ConfigDict()).to_dict())
-    if not isinstance(task, Task):
-        raise UsageError(f"{name} must return a Task, got {type(task).__name__}")
-    names = [metric.strip() for metric in config.metrics.split(",") if metric.strip()]
-    task = select_metrics(task, name, names)
-    if name not in configuration.TASKS:
-        output_shape = jax.ShapeDtypeStruct((2, *federation.positions, outputs), jnp.float32)
-        check_task(name, task, output_shape, jax.ShapeDtypeStruct((2, *y.shape[1:]), y.dtype))
-    return task
 
 
 def _check_observations(phase: Phase, state: Any) -> None:
@@ -271,21 +223,6 @@ def _remark(phase: Phase) -> str:
     if name not in METHODS:
         return ""
     return METHODS[name].remark(phase.config.get(name, ConfigDict()), phase.federation.clients)
-
-
-def _omitted_owners(config: ConfigDict, dataset: data.Dataset, federation: Federation) -> str:
-    """Returns a warning if the examples have owners that are not exactly the clients, or ""."""
-    if dataset.owner_train is None:
-        return ""
-    owners = len(np.unique(dataset.owner_train))
-    if config.partition not in data.BY_OWNER:
-        return (
-            f"{dataset.name} has {owners} owners, and partition={config.partition} mixes their "
-            "examples; with partition=natural each client is one owner"
-        )
-    if (used := len(set(federation.owners or ()))) < owners:
-        return f"{used} of the {owners} owners of {dataset.name} are clients"
-    return ""
 
 
 def _participants(config: ConfigDict, federation: Federation) -> Federation:
@@ -369,8 +306,8 @@ def _state_shapes(inputs: PhaseInputs, rounds: CompiledRounds, start: Any) -> An
 def _trace(inputs: PhaseInputs, rounds: CompiledRounds, state: Any) -> None:
     """Traces a round and an evaluation for a `state` of shapes; any error of JAX passes."""
     key, number = jax.eval_shape(inputs.key), jax.ShapeDtypeStruct((), jnp.int32)
-    jax.eval_shape(rounds.run, key, state, inputs.arrays, number, number)
-    jax.eval_shape(rounds.evaluate, key, state, inputs.arrays, number)
+    jax.eval_shape(rounds.run, key, state, inputs.program_examples, number, number)
+    jax.eval_shape(rounds.evaluate, key, state, inputs.program_examples, number)
 
 
 def fixed_length_reason(experiment: Experiment) -> str:
@@ -392,6 +329,7 @@ def fixed_length_reason(experiment: Experiment) -> str:
 def _memory_gb(inputs: PhaseInputs, rounds: CompiledRounds, state: Any) -> float:
     """Estimates the peak GB of a round or evaluation plus a copy of the state, given as shapes."""
     key, number = jax.eval_shape(inputs.key), jax.ShapeDtypeStruct((), jnp.int32)
-    run = memory_estimate.peak_bytes(rounds.run, key, state, inputs.arrays, number, number)
-    evaluate = memory_estimate.peak_bytes(rounds.evaluate, key, state, inputs.arrays, number)
+    examples = inputs.program_examples
+    run = memory_estimate.peak_bytes(rounds.run, key, state, examples, number, number)
+    evaluate = memory_estimate.peak_bytes(rounds.evaluate, key, state, examples, number)
     return (_MEMORY_FACTOR * max(run, evaluate) + memory_estimate.tree_bytes(state)) / 1e9

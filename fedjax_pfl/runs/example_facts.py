@@ -11,21 +11,23 @@ from fedjax_pfl import data
 from fedjax_pfl.runs.build import Experiment
 
 
-def example_facts(experiment: Experiment) -> dict[str, Any]:
+def example_facts(experiment: Experiment, partition: int = 0) -> dict[str, Any]:
     """Returns the content of data.json: facts about the examples beyond the configuration.
 
     These are the metadata of the dataset, `score_deviation` (of float targets, `_target_deviation`)
     and digests of files of the user: `digest` of examples, `initial_weights` and `speed_trace`.
     """
-    facts = dict(experiment.federation.metadata or {})
-    if np.issubdtype(experiment.data.y.dtype, np.floating):
-        facts["score_deviation"] = _target_deviation(experiment.data)
-    if data.reads_own_files(experiment.phases[0].config.dataset):
-        owners = np.array(experiment.federation.owners or (), str)
-        arrays = map(np.asarray, jax.tree.leaves(experiment.data))
+    config = experiment.phases[0].config
+    examples, federation = experiment.partitions[partition]
+    facts = dict(federation.metadata or {})
+    if np.issubdtype(examples.y.dtype, np.floating):
+        facts["score_deviation"] = _target_deviation(examples)
+    if data.reads_own_files(config.dataset):
+        owners = np.array(federation.owners or (), str)
+        arrays = map(np.asarray, jax.tree.leaves(examples))
         facts["digest"] = data.digest([*arrays, owners])
     for name in ("initial_weights", "speed_trace"):
-        if path := experiment.phases[0].config[name]:
+        if path := config[name]:
             facts[name] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
     return facts
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from fedjax_pfl.core.algorithm import Algorithm, Federation
+from fedjax_pfl.runs import run_partitions
 from fedjax_pfl.runs.phase_inputs import PhaseInputs
 from fedjax_pfl.simulation.execution_plan import Plan
 from fedjax_pfl.simulation.on_device import DeviceProgram
@@ -30,7 +31,7 @@ class Phase(NamedTuple):
         `folder` is for files with state and examples if the store is "disk"; None: a temporary one.
         """
         if self.store == "device":  # also for sweeps
-            return DeviceProgram(self.rounds, self.key, self.inputs.arrays)
+            return DeviceProgram(self.rounds, self.key, self.inputs.program_examples)
         make = self.inputs.function_maker(self.plan.chunk, by_client=self.store == "sharded")
         return make_program(
             make(self.algorithm),
@@ -80,5 +81,9 @@ class Phase(NamedTuple):
         """Returns the phase with only the runs of a sweep at these indices, not compiled yet."""
         if len(runs) == len(self.inputs.configs):
             return self
-        inputs = dataclasses.replace(self.inputs, configs=[self.inputs.configs[i] for i in runs])
+        inputs = dataclasses.replace(
+            self.inputs,
+            configs=[self.inputs.configs[i] for i in runs],
+            examples=run_partitions.select(self.inputs.examples, runs),
+        )
         return self._replace(inputs=inputs, rounds=inputs.rounds(self.plan))

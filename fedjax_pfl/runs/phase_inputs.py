@@ -23,6 +23,7 @@ from fedjax_pfl.networks.pretrained import Pretrained
 from fedjax_pfl.networks.torch_weights import from_torch
 from fedjax_pfl.networks.user_defined import UserNetwork, check_network, check_tokens
 from fedjax_pfl.networks.zero_head import ZeroHead
+from fedjax_pfl.runs import run_partitions
 from fedjax_pfl.runs.sweep_settings import setting_values
 from fedjax_pfl.settings import configuration, stragglers
 from fedjax_pfl.simulation import execution_plan, sweep
@@ -45,12 +46,22 @@ class PhaseInputs:
     group_configs: Sequence[ConfigDict]  # settings of each architecture group, in the first run
     swept: Sequence[str]  # names of the settings that differ between the runs
     registry: configuration.Registry  # components by name
-    arrays: data.FederatedData  # examples of all clients
+    examples: Sequence[data.FederatedData]  # of each run, or one for all runs
     federation: Federation  # facts about the clients
     begin: int  # number of rounds of earlier phases
     mesh: Mesh | None  # devices that share the clients; None for one device
     is_attacker: np.ndarray  # bool [N]: clients that attack the training
     triggered: data.FederatedData | None  # examples that show the success of a backdoor
+
+    @property
+    def arrays(self) -> data.FederatedData:
+        """Returns the examples of all clients; with own partitions, those of the first run."""
+        return self.examples[0]
+
+    @functools.cached_property
+    def program_examples(self) -> data.FederatedData:
+        """Returns the examples as the program takes them; own partitions have runs on axis 0."""
+        return run_partitions.stack(self.examples)
 
     @property
     def cohort(self) -> int:
@@ -153,7 +164,11 @@ class PhaseInputs:
             return make_functions(_algorithm(self, plan.conv, settings))
 
         return sweep.make_rounds(
-            make, self._swept_values, self.mesh, execution_plan.default_chunk(len(self.configs))
+            make,
+            self._swept_values,
+            self.mesh,
+            execution_plan.default_chunk(len(self.configs)),
+            own_data=len(self.examples) > 1,
         )
 
 

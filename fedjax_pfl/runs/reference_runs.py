@@ -1,6 +1,6 @@
 """Reference runs of a report: named by the setting `reference_runs`, or trained by `reference`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +42,20 @@ def check_settings(
         references.check_same_work(resolved, references.read_finished(settings.reference_runs))
 
 
-def check_examples(configs: Iterable[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
+def check_examples(
+    configs: Iterable[Mapping[str, Any]], facts: Sequence[Mapping[str, Any]]
+) -> None:
     """Raises UsageError if a run that `reference_runs` names has other examples.
 
-    `configs` are resolved configurations of runs; `facts` is the content of their data.json.
+    `configs` are resolved configurations of runs; `facts` has the content of data.json of each of
+    their partitions.
     """
+    digests = {partition_facts.get("digest", "") for partition_facts in facts}
     for directories in {str(config.get("reference_runs") or "") for config in configs} - {""}:
         from fedjax_pfl.report import references
 
         for run in references.read_finished(directories):
-            if run.examples != facts.get("digest", ""):
+            if run.examples not in digests:
                 raise UsageError(
                     f"{run.directory} is a run on other examples, or its data.json is missing; it "
                     "cannot be a reference run of this one"

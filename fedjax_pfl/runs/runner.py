@@ -12,16 +12,25 @@ from ml_collections import ConfigDict
 from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.core.errors import UsageError, first_line
 from fedjax_pfl.report import loggers, method_labels, run_reader
-from fedjax_pfl.runs import checkpoints, progress, reference_runs, run_directory, sweep_settings
+from fedjax_pfl.runs import (
+    checkpoints,
+    progress,
+    reference_runs,
+    run_directory,
+    run_partitions,
+    sweep_settings,
+)
 from fedjax_pfl.runs.build import Experiment, build, fixed_length_reason
 from fedjax_pfl.runs.example_facts import example_facts
 from fedjax_pfl.runs.interrupt import Stop, on_keyboard
 from fedjax_pfl.runs.result import Result, make_result, run_record, write_report
 from fedjax_pfl.runs.resume import group_by_checkpoint, resume
+from fedjax_pfl.runs.run_partitions import PARTITION_SEED
 from fedjax_pfl.runs.run_state import SweepRun, reset, sync_files
 from fedjax_pfl.runs.training_loop import NO_CALLBACKS, Callbacks, train
 from fedjax_pfl.settings import configuration, custom, general, selection
 from fedjax_pfl.simulation import execution_plan, multiprocess
+from fedjax_pfl.simulation.sweep import SeparateRunsError
 
 
 def _ignore(message: str) -> None:
@@ -154,6 +163,8 @@ def run_configs(
 ) -> dict[str, Result]:
     """Trains several runs in one compiled program; they differ in seed and real-valued settings.
 
+    Runs with their own partitions are trained in a program for each partition if necessary.
+
     Returns the result of each run by its name in `configs`. Raises UsageError if memory runs out.
 
     Args:
@@ -172,27 +183,39 @@ def run_configs(
     for sweep_run in sweep_runs:
         resolved = configuration.resolve(sweep_run.settings, registry)
         sweep_run.config = run_reader.as_json(resolved)
-    experiment = build(*configs.values(), registry=registry, plans=plans)
+    try:
+        experiment = build(*configs.values(), registry=registry, plans=plans)
+    except SeparateRunsError as error:
+        if error.names != (PARTITION_SEED,):
+            raise
+        tell(str(error))
+        results = dict[str, Result]()
+        for part in run_partitions.group(configs):
+            results |= run_configs(
+                part, workdir, stop, registry=registry, tell=tell, callbacks=callbacks
+            )
+        return {name: results[name] for name in configs}
     tell(method_labels.first_line([sweep_run.config for sweep_run in sweep_runs], registry))
-    multiprocess.check_examples(experiment.data)
+    multiprocess.check_examples([partition.examples for partition in experiment.partitions])
     for phase in experiment.phases:
         tell(execution_plan.describe(phase.plan, phase.inputs.cohort, phase.inputs.devices))
     for statement in experiment.statements:
         tell(statement.line)
     tell(progress.memory_line(experiment.memory, experiment.phases[0].store))
     reason = functools.cache(functools.partial(fixed_length_reason, experiment))
-    facts = example_facts(experiment)
+    facts = [example_facts(experiment, number) for number in range(len(experiment.partitions))]
     reference_runs.check_examples([sweep_run.config for sweep_run in sweep_runs], facts)
     with contextlib.ExitStack() as stack:
         stop = stop or stack.enter_context(on_keyboard(saves=workdir is not None))
-        for sweep_run in sweep_runs if workdir is not None and multiprocess.lead() else []:
+        writes = workdir is not None and multiprocess.lead()
+        for i, sweep_run in enumerate(sweep_runs if writes else ()):
             directory = Path(workdir, sweep_run.name)  # type: ignore[arg-type]
             sweep_run.directory = stack.enter_context(
                 run_directory.claim(directory, sweep_run.config, reason)
             )
             stack.callback(sweep_run.close_loggers)
             with sweep_run.writing():
-                run_directory.write_examples(directory, facts)
+                run_directory.write_examples(directory, facts[min(i, len(facts) - 1)])
                 run_directory.write_plans(directory, [phase.plan for phase in experiment.phases])
                 sweep_run.store = checkpoints.open_store(directory / "checkpoints")
         try:

@@ -8,6 +8,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.runs.run_partitions import PARTITION_SEED
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.general import SETTINGS, settings_with
 from fedjax_pfl.simulation.sweep import SeparateRunsError
@@ -22,6 +23,8 @@ def expand(
 
     They are by name, such as "learning_rate=0.1,seed=3"; a single run has the name "".
     """
+    if config.own_partitions and config.seeds == 1:
+        raise UsageError("own_partitions is for several seeds; set seeds, or leave it out")
     if config.seeds == 1 and config.sweep == "":
         return {"": config}
     configuration.specify(config, registry)
@@ -35,13 +38,22 @@ def expand(
         raise UsageError(f"seeds and sweep request {count} runs; use at most {_MAX_RUNS}")
     configs = {}
     for values in itertools.product(*grid.values()):
-        for seed in range(config.seed, config.seed + config.seeds):
-            point = {**dict(zip(grid, values, strict=True)), "seed": seed}
+        for number in range(config.seeds):
+            point = {**dict(zip(grid, values, strict=True)), "seed": config.seed + number}
             run_name = ",".join(f"{name}={value}" for name, value in point.items())
-            configs[run_name] = configuration.with_values(
-                config, {**point, "seeds": 1, "sweep": ""}
-            )
+            configs[run_name] = configuration.with_values(config, point | of_seed(config, number))
     return configs
+
+
+def of_seed(config: ConfigDict, number: int) -> dict[str, Any]:
+    """Returns the changes of `config` that make the run of its seed with this number, from 0."""
+    return {
+        "seed": config.seed + number,
+        PARTITION_SEED: config.partition_seed + number * config.own_partitions,
+        "seeds": 1,
+        "sweep": "",
+        "own_partitions": False,
+    }
 
 
 def _check_name(config: ConfigDict, name: str) -> None:
@@ -93,10 +105,10 @@ def _parse(text: str) -> dict[str, list[float]]:
 
 
 def differing_settings(configs: Sequence[ConfigDict]) -> set[str]:
-    """Returns the names of all settings that differ between configurations, except the seed."""
+    """Returns the names of all settings that differ between configurations, except seeds."""
     leaves = [dict(_leaves(config)) for config in configs]
     differ = {name for name in leaves[0] if any(run[name] != leaves[0][name] for run in leaves)}
-    return differ - {"seed"}
+    return differ - {"seed", PARTITION_SEED}
 
 
 def swept_settings(configs: Sequence[ConfigDict], algorithms: Container[str]) -> list[str]:

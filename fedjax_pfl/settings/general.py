@@ -330,6 +330,11 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
             limits=Limits(low=1, high=1000),
             roles={"budget"},
         ),
+        "own_partitions": Setting(
+            False,
+            "Each of seeds has its own partition: partition_seed grows with seed. They run as one "
+            "program if each client has the same number of examples in all.",
+        ),
         "sweep": Setting(
             "",
             "Values of real-valued settings. All combinations run as one program, such as "

@@ -47,6 +47,8 @@ def make_rounds(
     settings: Mapping[str, Sequence[float]],
     mesh: Mesh | None,
     width: int,
+    *,
+    own_data: bool = False,
 ) -> CompiledRounds:
     """Returns compiled rounds of all runs, with `Points` as key and runs on axis 0 of results.
 
@@ -55,6 +57,7 @@ def make_rounds(
       settings: For each swept setting, by name, its values, which `Points.number` selects from.
       mesh: Devices; None: one device.
       width: Number of runs that are computed at the same time.
+      own_data: Whether the data have the runs on axis 0; otherwise all runs have the same data.
     """
 
     def functions(index: jax.Array) -> RoundFunctions:
@@ -73,9 +76,15 @@ def make_rounds(
         return map_runs(lambda p, start: functions(p.number).init(p.key, start), points, start)
 
     def run(points: Points, state: Any, data: Any, t: jax.Array, n: jax.Array) -> Any:
-        return map_runs(lambda p, s: functions(p.number).run(p.key, s, data, t, n), points, state)
+        def run_one(p: Points, s: Any, data: Any = data) -> Any:
+            return functions(p.number).run(p.key, s, data, t, n)
+
+        return map_runs(run_one, points, state, *([data] if own_data else []))
 
     def evaluate(points: Points, state: Any, data: Any, t: jax.Array) -> Any:
-        return map_runs(lambda p, s: functions(p.number).evaluate(p.key, s, data, t), points, state)
+        def evaluate_one(p: Points, s: Any, data: Any = data) -> Any:
+            return functions(p.number).evaluate(p.key, s, data, t)
+
+        return map_runs(evaluate_one, points, state, *([data] if own_data else []))
 
     return compile_rounds(RoundFunctions(init, run, evaluate), mesh)

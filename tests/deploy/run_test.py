@@ -203,6 +203,7 @@ def test_a_user_defined_method_runs_at_nodes_that_list_it(tmp_path, monkeypatch)
         ({"speed_trace": "x.csv"}, "speed_trace is for simulations"),
         ({"phases": ({"rounds": 1},)}, "phases"),
         ({"seeds": 2}, "seeds"),
+        ({"own_partitions": True}, "own_partitions"),
         ({"sampling": "cyclic"}, "sampling is for simulations"),
         ({"initial_weights": "w.safetensors"}, "initial_weights is for simulations"),
         ({"algorithm": "fedav"}, "fedavg"),

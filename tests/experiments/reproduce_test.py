@@ -5,6 +5,7 @@ import json
 import pytest
 
 from experiments import reproduce
+from experiments.papers import cell_runs
 from experiments.papers.tables import TABLES
 from experiments.reproduce import Options
 from fedjax_pfl.core.errors import UsageError
@@ -40,7 +41,7 @@ def write_run(path, cell, seed, score, options=FULL, finished=True, **changes):
 
 def page(options, out):
     table, seeds = TABLES[options.table], options.seeds or reproduce.SCALES[options.scale]
-    runs = reproduce.collect(reproduce.plans(table, options), seeds, out)
+    runs = cell_runs.collect(reproduce.plans(table, options), seeds, out)
     return reproduce.page(options, table, runs, options.format)
 
 
@@ -131,12 +132,12 @@ def runs(monkeypatch):
     """Records runs; those of Local fail."""
     calls = []
 
-    def run(config, directory, stop):
-        calls.append((config.algorithm, config.seed, directory))
-        if config.algorithm == "local":
+    def run_configs(configs, folder, stop):
+        calls.extend((c.algorithm, c.seed, folder / name) for name, c in configs.items())
+        if any(config.algorithm == "local" for config in configs.values()):
             raise UsageError("no room\nfor this")
 
-    monkeypatch.setattr(runner, "run", run)
+    monkeypatch.setattr(runner, "run_configs", run_configs)
     return calls
 
 
@@ -155,6 +156,21 @@ def test_missing_runs_are_run_and_unfinished_ones_resumed(tmp_path, no_emnist, r
     text, markdown = ((tmp_path / f"pfedla-table1-full.{x}").read_text() for x in ("txt", "md"))
     assert text == captured.out
     assert "| local | 59.44 ± 0.40 | not run |" in markdown
+
+
+def test_the_seeds_of_a_cell_are_one_program(tmp_path, no_emnist, monkeypatch):
+    programs = []
+    monkeypatch.setattr(runner, "run_configs", lambda configs, *_: programs.append(configs))
+    write_run(tmp_path / "a", "fedavg/cifar10-n10", 0, 0.6)
+    write_run(tmp_path / "sub/b", "local/cifar10-n10", 1, 0.6, finished=False)
+    reproduce.reproduce(FULL._replace(out=tmp_path, together=True))
+    seeds = [[(c.algorithm, c.seed, c.partition_seed) for c in p.values()] for p in programs]
+    assert seeds == [
+        [("local", 0, 0), ("local", 1, 1)],
+        [("per_fedavg", 0, 0), ("per_fedavg", 1, 1)],
+        [("fedavg", 1, 1)],
+    ]
+    assert list(programs[0])[1] == "sub/b"
 
 
 def test_a_run_is_shared_by_its_cells(tmp_path, no_emnist, runs, capsys):
@@ -181,10 +197,10 @@ def test_only_show_runs_and_writes_nothing(tmp_path, no_emnist, runs, capsys):
 
 
 def test_the_page_is_shown_after_a_stop(tmp_path, no_emnist, monkeypatch, capsys):
-    def run(config, directory, stop):
+    def run_configs(configs, folder, stop):
         raise Stopped(7, 143)
 
-    monkeypatch.setattr(runner, "run", run)
+    monkeypatch.setattr(runner, "run_configs", run_configs)
     assert reproduce.reproduce(FULL._replace(out=tmp_path)) == 143
     captured = capsys.readouterr()
     assert "stopped at round 7" in captured.err
@@ -197,7 +213,7 @@ def test_a_finished_cell_is_not_run_again(tmp_path, monkeypatch, capsys):
     reproduce.reproduce(options)
     first = capsys.readouterr().out
     assert "not run" not in first
-    monkeypatch.delattr(runner, "run")
+    monkeypatch.delattr(runner, "run_configs")
     reproduce.reproduce(options)
     assert capsys.readouterr().out == first
     (path,) = [p for p in tmp_path.iterdir() if p.is_dir()]

@@ -92,6 +92,23 @@ def test_runs_that_differ_in_seed_and_resumable_settings_are_one_row(tmp_path):
     assert [row.label for row in rows_of(tmp_path / "0")] == ["FedAvg"]
 
 
+def test_seeds_with_their_own_partitions_are_one_row(tmp_path):
+    for algorithm in ("fedavg", "local"):
+        for seed in (4, 3):
+            config = settings(algorithm, seed=seed, partition_seed=seed - 3)
+            write_run(tmp_path / f"{algorithm}{seed}", SCORES[algorithm][seed - 3], config)
+    rows = rows_of(*sorted(tmp_path.iterdir()))
+    assert [(row.label, [run.seed for run in row.runs]) for row in rows] == [
+        ("FedAvg", [3, 4]),
+        ("Local", [3, 4]),
+    ]
+    assert [row.config["partition_seed"] for row in rows] == [0, 0]
+    assert comparison.paired_test(*rows, "before").pairs == 3
+    write_run(tmp_path / "other", [0.5], settings(seed=5, partition_seed=0))
+    rows = rows_of(*sorted(tmp_path.iterdir()))
+    assert [len(row.runs) for row in rows] == [2, 1, 2]
+
+
 def test_settings_that_an_old_run_lacks_are_at_their_defaults(tmp_path):
     old = settings("pfedme", seed=1)
     del old["keep_head"], old["pfedme"]["beta"]

@@ -69,6 +69,49 @@ def test_seeds_and_learning_rates_equal_single_runs(tmp_path, capsys):
     assert (tmp_path / "compare/compare.html").is_file()
 
 
+OWN = {**QUICK, "seeds": 2, "own_partitions": True}
+
+
+def assert_own_partitions(results, directory=None, base=QUICK):
+    """Compares two seeds that have their own partitions with single runs."""
+    for seed in (0, 1):
+        single = undisturbed({**base, "seed": seed, "partition_seed": seed})
+        result = results[f"seed={seed}"]
+        assert_same_run(result, single, directory and directory / f"seed={seed}")
+        assert_same_bits(result.data, single.data)
+        assert_same_bits(result.federation.class_counts, single.federation.class_counts)
+    first, second = (results[name].data for name in ("seed=0", "seed=1"))
+    assert not np.array_equal(first.train.rows, second.train.rows)
+
+
+def test_seeds_with_their_own_partitions_equal_single_runs(tmp_path, monkeypatch):
+    built = []
+    monkeypatch.setattr(runner, "build", lambda *a, **k: built.append(a) or build.build(*a, **k))
+    results = runner.run_all(OWN, tmp_path / "whole")
+    assert [len(configs) for configs in built] == [2]  # one program
+    assert_own_partitions(results, tmp_path / "whole")
+    with kill(checkpoints.Store, "save", at_call(4)):
+        runner.run_all(OWN, tmp_path / "killed")
+    results = runner.run_all(OWN, tmp_path / "killed")
+    assert results["seed=0"].resumed_at
+    assert_own_partitions(results, tmp_path / "killed")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"partition": "dirichlet"}, "clients have other numbers of examples in another partition"),
+        ({"attack": "label_flip", "attack_share": 0.4}, "the attackers depend on the partition"),
+        ({"evaluate_clients": 2}, "the evaluated clients depend on the partition"),
+    ],
+)
+def test_partitions_that_need_their_own_programs_have_them(changes, reason):
+    lines, base = [], {**QUICK, "rounds": 1, "eval_every": 1, **changes}
+    results = runner.run_all({**base, "seeds": 2, "own_partitions": True}, tell=lines.append)
+    assert lines[0] == f"{reason}, so there is one program for each partition_seed"
+    assert_own_partitions(results, base=base)
+
+
 def test_every_seed_has_its_own_best_model_and_phases():
     phases = {**PHASES, "evaluate_after": False}
     assert_seeds(runner.run_all({**phases, "seeds": 2}), 2, base=phases)
@@ -79,10 +122,16 @@ def test_vmapped_runs_equal_single_runs(monkeypatch):
     single = {**QUICK, "rounds": 1, "eval_every": 1, "dropout": 0.0}
     monkeypatch.setattr(execution_plan, "default_chunk", lambda count: count)
     results = runner.run_all({**single, "seeds": 3, "sweep": "momentum=.9,.5"})
+    own_partitions = {**single, "momentum": 0.5, "seed": 1, "partition_seed": 1}
+    own = runner.run_all({**own_partitions, "seeds": 2, "own_partitions": True})
     monkeypatch.undo()
+    expectations = [(own["seed=2"], {**own_partitions, "seed": 2, "partition_seed": 2})]
     for name, result in results.items():
         momentum, seed = re.fullmatch(r"momentum=(.*),seed=(.*)", name).groups()
-        expected = undisturbed({**single, "momentum": float(momentum), "seed": int(seed)})
+        single_run = {**single, "momentum": float(momentum), "seed": int(seed)}
+        expectations.append((result, single_run))
+    for result, single_run in expectations:
+        expected = undisturbed(single_run)
         for a, b in zip(*map(jax.tree.leaves, (result.state, expected.state)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -253,6 +302,7 @@ def test_a_loss_that_is_not_finite_ends_no_run():
             {"algorithm": "fedmn", "sweep": "fedmn.dropout=.1,.9", "fedmn": {"layout": (1, 1, 1)}},
             "fedmn.dropout cannot differ in",
         ),
+        ({"own_partitions": True}, "own_partitions is for several seeds; set seeds"),
         ({"seeds": 0}, "seeds is 0; it must be at least 1"),
         ({"seeds": 9, "seed": 2**31 - 1}, "seed is 2147483648; it must be at most"),
         ({"seeds": 600, "sweep": "learning_rate=.1,.2"}, "request 1200 runs; use at most 1000"),

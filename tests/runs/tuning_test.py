@@ -107,6 +107,21 @@ def test_a_larger_grid_reuses_finished_runs(tuned, monkeypatch, cached):
     ]
 
 
+def test_seeds_of_a_point_can_have_their_own_partitions(tmp_path, monkeypatch, cached):
+    """A search has one program for all of them, or one for each partition."""
+    programs = []
+    monkeypatch.setattr(
+        runner, "run_configs", lambda configs, *_, **__: programs.append(list(configs.values()))
+    )
+    for partition, seeds in (("iid", [[0, 1, 0, 1]]), ("dirichlet", [[0, 0], [1, 1]])):
+        (trial,) = plan()
+        trial.config.update(own_partitions=True, partition=partition)
+        trials.run([trial], 2, tmp_path, None)
+        configs = [[(c.seed, c.partition_seed) for c in program] for program in programs]
+        assert configs == [[(seed, seed) for seed in program] for program in seeds]
+        programs.clear()
+
+
 def test_results_of_another_grid_are_removed(tuned, tmp_path, monkeypatch, cached, capsys):
     """Starts another search in the folder and stops it before its first run."""
     _, out = tuned

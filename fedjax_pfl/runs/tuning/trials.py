@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import comparison, run_reader
 from fedjax_pfl.report.run_index import RunIndex
-from fedjax_pfl.runs import interrupt, resume, runner
+from fedjax_pfl.runs import interrupt, resume, runner, sweep_settings
 from fedjax_pfl.runs.build import build
 from fedjax_pfl.runs.tuning.choice import PointResult
 from fedjax_pfl.runs.tuning.grids import Point, apply, format_value
@@ -168,7 +168,7 @@ def configs(trial: Trial, seeds: int) -> Iterator[tuple[Point, list[ConfigDict]]
         applied = apply(trial.config, point)
         by_seed = [applied.copy_and_resolve_references() for _ in range(seeds)]
         for number, config in enumerate(by_seed):
-            config.update(seed=applied.seed + number, seeds=1, sweep="")
+            config.update(sweep_settings.of_seed(applied, number))
         yield point, by_seed
 
 
@@ -269,7 +269,8 @@ def _programs(jobs: list[Job], registry: Registry = BUILTINS) -> list[list[Job]]
     except sweep.SeparateRunsError as error:
         groups: dict[tuple[Any, ...], list[Job]] = {}
         for job in jobs:
-            groups.setdefault(tuple(job.point.get(name) for name in error.names), []).append(job)
+            values = sweep_settings.setting_values([job.config], error.names).values()
+            groups.setdefault(tuple(values), []).append(job)
         if len(groups) < 2:
             raise
         return [program for group in groups.values() for program in _programs(group, registry)]
