@@ -101,6 +101,8 @@ def run_all(
 ) -> dict[str, Result]:
     """Like `run`, for all the runs of `seeds` and `sweep`, in one compiled program.
 
+    With `own_partitions`, partitions with other numbers of examples have programs of their own.
+
     Args:
       config: Settings.
       workdir: Folder of the run directories.
