@@ -110,7 +110,7 @@ def build(
             triggered=attack.triggered,
         )
         if len(partitions) > 1:
-            run_partitions.check_draws(config, inputs.evaluated)
+            run_partitions.check_draws(inputs.is_attacker, inputs.evaluated)
         inputs.algorithms(phase_configs[0].conv)  # checks the settings of every run
         recorded = plans[number] if plans and number < len(plans) else None
         # Checks now that the phase can start from the previous one and fits into memory.

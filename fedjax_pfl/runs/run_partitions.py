@@ -151,12 +151,12 @@ def _normalisation(partition: PartitionedData) -> list[Any]:
     return [np.asarray(part).tolist() for part in (scale, shift)]
 
 
-def check_draws(config: ConfigDict, evaluated: np.ndarray | None) -> None:
+def check_draws(is_attacker: np.ndarray, evaluated: np.ndarray | None) -> None:
     """Raises SeparateRunsError if settings draw clients by partition_seed, others in each run.
 
-    `evaluated` has the ids of the evaluated clients; None if all are.
+    `is_attacker` is bool [N]. `evaluated` has the ids of the evaluated clients; None if all are.
     """
-    if config.attack != "none":
+    if is_attacker.any():
         raise _separate("the attackers depend on the partition")
     if evaluated is not None:
         raise _separate("the evaluated clients depend on the partition")
