@@ -59,7 +59,7 @@ class Options(NamedTuple):
     data_dir: str | None = None
     changes: Sequence[str] = ()
     only_show: bool = False
-    together: bool = False
+    one_program: bool = False
     format: str = "text"
 
 
@@ -274,7 +274,9 @@ def reproduce(options: Options) -> int:
     plan = plans(table, options)
     if not options.only_show:
         try:
-            plan = cell_runs.run(options.table, plan, seeds, options.out, together=options.together)
+            plan = cell_runs.run(
+                options.table, plan, seeds, options.out, one_program=options.one_program
+            )
         except interrupt.Stopped as stopped:
             print(stopped, file=sys.stderr)
             status = stopped.code
@@ -313,7 +315,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("out", "runs/reproduce", "Folder of the runs and the table's files.")
     flags.DEFINE_multi_string("set", [], overrides.HELP)
     flags.DEFINE_bool("only_show", False, "Print what has been computed and run nothing.")
-    flags.DEFINE_bool("together", False, "Run the seeds of a cell as one program (GPU, TPU).")
+    flags.DEFINE_bool("one_program", False, "Run the seeds of a cell as one program (GPU, TPU).")
     flags.DEFINE_bool("record", False, "Write numbers and curves of --out to experiments/results.")
     flags.DEFINE_bool("summary", False, "Count the recorded cells that agree.")
     flags.DEFINE_enum("format", "text", ["text", "markdown"], "Format of the output.")

@@ -57,11 +57,11 @@ def collect(plan: Sequence[Plan], seeds: int, folder: Path) -> list[Place]:
 
 
 def run(
-    table: str, plan: Sequence[Plan], seeds: int, folder: Path, *, together: bool
+    table: str, plan: Sequence[Plan], seeds: int, folder: Path, *, one_program: bool
 ) -> list[Plan]:
     """Runs missing cells, resumes interrupted runs, and returns the plan with failures marked.
 
-    `table` names new run directories in `folder`. With `together`, the seeds of a cell are one
+    `table` names new run directories in `folder`. With `one_program`, the seeds of a cell are one
     program if they can be.
     """
     index, failed = RunIndex(folder), dict[str, str]()
@@ -69,13 +69,15 @@ def run(
     cells: dict[str, list[int]] = {}  # cells of each run
     interrupted = new = 0
     for item, config in jobs([item for item in plan if not item.message], seeds):
+        if config.reference or config.reference_runs:
+            raise UsageError("Local and FedAvg are rows of the tables; leave reference runs out")
         key, path = index.find(config)
         cells.setdefault(key, []).append(id(item))
         if len(cells[key]) > 1 or (path and (path / "report.html").is_file()):
             continue
         interrupted, new = interrupted + (path is not None), new + (path is None)
         name = str(path.relative_to(folder)) if path else _name(table, item.cell, config.seed, key)
-        program_key = (item.cell.row, item.cell.column) if together else key
+        program_key = (item.cell.row, item.cell.column) if one_program else key
         programs.setdefault(program_key, {})[name] = config
     count = len(cells)
     facts = f"{count - interrupted - new} exist, {interrupted} are resumed, {new} are missing"

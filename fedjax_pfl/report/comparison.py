@@ -110,18 +110,19 @@ def _join_own_partitions(
     Both arguments have the same keys, one for each row. The first row takes the runs of the others,
     and the settings of the run with the lowest seed.
     """
-    alike: dict[str, list[str]] = {}
+    by_settings: dict[str, list[str]] = {}
     for key, config in configs.items():
         others = {name: value for name, value in config.items() if name != "partition_seed"}
-        alike.setdefault(json.dumps(others, sort_keys=True), []).append(key)
-    for keys in alike.values():
-        partition_seeds = {
-            seed: configs[key]["partition_seed"] for key in keys for seed in runs_by_seed[key]
+        by_settings.setdefault(json.dumps(others, sort_keys=True), []).append(key)
+    for keys in by_settings.values():
+        partition_seeds = [configs[key]["partition_seed"] for key in keys]
+        offsets = {
+            partition_seed - seed
+            for key, partition_seed in zip(keys, partition_seeds, strict=True)
+            for seed in runs_by_seed[key]
         }
-        offsets = {partition_seed - seed for seed, partition_seed in partition_seeds.items()}
-        if len(keys) > 1 and len(partition_seeds) == len(keys) and len(offsets) == 1:
-            first = partition_seeds[min(partition_seeds)]
-            configs[keys[0]] |= {"partition_seed": first, "own_partitions": True}
+        if len(keys) > 1 and len(offsets) == 1:
+            configs[keys[0]] |= {"partition_seed": min(partition_seeds), "own_partitions": True}
             for key in keys[1:]:
                 runs_by_seed[keys[0]] |= runs_by_seed.pop(key)
                 del configs[key]

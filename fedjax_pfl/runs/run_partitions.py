@@ -143,7 +143,8 @@ def _compiled_facts(partition: PartitionedData) -> tuple[Any, ...]:
     examples, federation = partition
     shapes = [(np.shape(leaf), np.asarray(leaf).dtype) for leaf in jax.tree.leaves(examples)]
     counts = (federation.counts, federation.validation_counts)
-    return shapes, jax.tree.structure(examples), [np.asarray(part).tolist() for part in counts]
+    count_lists = [np.asarray(part).tolist() for part in counts]
+    return shapes, jax.tree.structure(examples), federation.outputs, count_lists
 
 
 def _normalisation(partition: PartitionedData) -> list[Any]:

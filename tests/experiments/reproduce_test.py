@@ -163,7 +163,7 @@ def test_the_seeds_of_a_cell_are_one_program(tmp_path, no_emnist, monkeypatch):
     monkeypatch.setattr(runner, "run_configs", lambda configs, *_: programs.append(configs))
     write_run(tmp_path / "a", "fedavg/cifar10-n10", 0, 0.6)
     write_run(tmp_path / "sub/b", "local/cifar10-n10", 1, 0.6, finished=False)
-    reproduce.reproduce(FULL._replace(out=tmp_path, together=True))
+    reproduce.reproduce(FULL._replace(out=tmp_path, one_program=True))
     seeds = [[(c.algorithm, c.seed, c.partition_seed) for c in p.values()] for p in programs]
     assert seeds == [
         [("local", 0, 0), ("local", 1, 1)],
@@ -187,6 +187,12 @@ def test_a_run_is_shared_by_its_cells(tmp_path, no_emnist, runs, capsys):
     assert not options.out.exists()
     assert len(runs) == 5
     assert capsys.readouterr().out.count("cannot be run") == 4
+
+
+def test_reference_runs_are_refused(tmp_path, no_emnist, runs):
+    options = FULL._replace(out=tmp_path, changes=["reference=true"])
+    assert message(reproduce.reproduce, options).endswith("leave reference runs out")
+    assert not runs
 
 
 def test_only_show_runs_and_writes_nothing(tmp_path, no_emnist, runs, capsys):

@@ -107,6 +107,13 @@ def test_seeds_with_their_own_partitions_are_one_row(tmp_path):
     write_run(tmp_path / "other", [0.5], settings(seed=5, partition_seed=0))
     rows = rows_of(*sorted(tmp_path.iterdir()))
     assert [len(row.runs) for row in rows] == [2, 1, 2]
+    for seed, partition_seed in ((7, 8), (8, 8), (8, 9)):
+        config = settings("fedprox", seed=seed, partition_seed=partition_seed)
+        write_run(tmp_path / f"fedprox{seed}{partition_seed}", [0.5], config)
+    prox = [tmp_path / f"fedprox{seeds}" for seeds in ("78", "89")]
+    assert [len(row.runs) for row in rows_of(*prox)] == [2]
+    assert [len(row.runs) for row in rows_of(prox[0], tmp_path / "fedprox88")] == [2]
+    assert [len(row.runs) for row in rows_of(prox[1], tmp_path / "fedprox88")] == [1, 1]
 
 
 def test_settings_that_an_old_run_lacks_are_at_their_defaults(tmp_path):

@@ -80,8 +80,8 @@ def class_shares(name: str, federation: Federation) -> np.ndarray:
     """
     if federation.class_counts is None:
         raise UsageError(
-            f"{name}.fixed takes each client's shares of classes, which are unknown here; use a "
-            "dataset with classes, and leave out own_partitions and privacy"
+            f"{name}.fixed takes each client's shares of classes, which are unknown here; "
+            "simulate a dataset with classes, without own_partitions and privacy"
         )
     counts = federation.class_counts.astype(np.float32)
     return counts / np.maximum(counts.sum(0), 1)
