@@ -132,6 +132,7 @@ fidelity/*
 :hidden:
 :caption: Privacy and robustness
 privacy
+leakage
 attackers
 robustness
 ```
@@ -149,6 +150,7 @@ results/pfedla
 results/pfedhn
 results/fedmn
 results/factorized_fl
+results/privacy
 results/made
 questions
 glossary
