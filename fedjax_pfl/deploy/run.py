@@ -107,16 +107,15 @@ def run(
             log_line,
         )
         experiment, method, programs = _build_server(settings, registry, federation)
-        run_server = Server(
-            run=start_record["run"],
-            start=start_record["starts"],
-            programs=programs,
-            request_facts={"settings": node_settings, "federation": federation},
-        )
         running = _Run(
             experiment=experiment,
             method=method,
-            server=run_server,
+            server=Server(
+                run=start_record["run"],
+                start=start_record["starts"],
+                programs=programs,
+                request_facts={"settings": node_settings, "federation": federation},
+            ),
             sweep_run=SweepRun("", settings, config, directory=directory, store=store),
             directory=directory,
             store=store,
@@ -132,7 +131,10 @@ def run(
             ) from error
         # Only now: a federation for which no state fits must not be stored.
         _write_start_record(directory, {**start_record, "federation": federation})
-        return running.run_to_end(server_state)
+        try:
+            return running.run_to_end(server_state)
+        finally:
+            running.sweep_run.close_loggers()
 
 
 def _build_server(
@@ -219,10 +221,8 @@ class _Run(NamedTuple):
             if failed_attempts > self.waiting.tries:
                 raise UsageError(
                     f"round {round_before + 1} had fewer than {self.waiting.min_answers} accepted "
-                    f"responses {failed_attempts} times; check the nodes and run the same command "
-                    "again"
+                    f"responses {failed_attempts} times; check the nodes, then run the same command"
                 )
-        sweep_run.close_loggers()
         rows = run_state.client_rows(self.experiment, sweep_run.at)
         with sweep_run.writing():
             run_directory.write_clients(self.directory, rows)

@@ -9,7 +9,7 @@ import pytest
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import node, node_file, run, schema, wire
-from fedjax_pfl.report import page, run_reader
+from fedjax_pfl.report import loggers, page, run_reader
 from fedjax_pfl.runs import export, runner
 from tests.commands import message
 from tests.runs.common import BASE, read_metrics
@@ -81,11 +81,15 @@ def assert_close(actual, expected):
 
 
 @pytest.mark.slow("it trains two whole runs, one of them over three nodes")
-def test_a_killed_run_resumes_and_equals_the_simulation(tmp_path):
+def test_a_killed_run_resumes_and_equals_the_simulation(tmp_path, monkeypatch):
+    logged = []
+    logger = loggers.Logger(logged.append, lambda: logged.append("closed"))
+    monkeypatch.setitem(loggers.LOGGERS, "tensorboard", lambda directory: logger)
     simulated = runner.run(CONFIG, tmp_path / "simulated")
     nodes = Nodes(tmp_path, 3, until=3 + 2 * (2 + 3) + 1)  # in the midst of the third round
     with pytest.raises(KeyboardInterrupt):
-        nodes.run(CONFIG, tmp_path / "real")
+        nodes.run({**CONFIG, "log_to": "tensorboard"}, tmp_path / "real")
+    assert [line if line == "closed" else line["round"] for line in logged] == [1, 2, "closed"]
     assert len(read_metrics(tmp_path / "real")) == 2
     result = Nodes(tmp_path, 3).run(CONFIG, tmp_path / "real")
     assert result.resumed_at == 2
