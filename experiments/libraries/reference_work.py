@@ -17,7 +17,7 @@ from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training, randomness, task, trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, State
 from fedjax_pfl.core.examples import FederatedData, Split, client_data
-from fedjax_pfl.networks.normalisation import batch_norm
+from fedjax_pfl.networks.normalisation import BatchNorm
 from fedjax_pfl.simulation.rounds import make_rounds
 
 CLIENTS, HIDDEN, CLASSES, RATE, ROUNDS = 4, 16, 10, 0.2, 3
@@ -42,7 +42,7 @@ class Net(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False, mask: Any = None) -> jax.Array:
         x = nn.Dense(HIDDEN, name="fc1")(x)
-        x = batch_norm(x, train, mask, "bn1") if self.norm else x
+        x = BatchNorm(name="bn1")(x, train, mask) if self.norm else x
         return nn.Dense(CLASSES, name="fc2")(nn.relu(x))
 
 

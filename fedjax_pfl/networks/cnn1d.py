@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from fedjax_pfl.networks import init
 from fedjax_pfl.networks.lowerings.conv import max_pool
-from fedjax_pfl.networks.normalisation import batch_norm
+from fedjax_pfl.networks.normalisation import BatchNorm
 
 
 class CNN1D(nn.Module):
@@ -51,7 +51,8 @@ class CNN1D(nn.Module):
             )
             x = layer(x)
             if self.batch_norm:
-                x = batch_norm(x, train, mask, f"norm{i}")
-            x = nn.relu(max_pool(x, (2, 1)))
+                x = nn.relu(BatchNorm((2, 1), name=f"norm{i}")(x, train, mask))
+            else:
+                x = nn.relu(max_pool(x, (2, 1)))
         x = jnp.mean(x, (1, 2))
         return init.dense(x.shape[-1], self.outputs, self.head)(x)

@@ -5,7 +5,7 @@ import jax
 
 from fedjax_pfl.networks import init
 from fedjax_pfl.networks.lowerings.conv import max_pool
-from fedjax_pfl.networks.normalisation import batch_norm
+from fedjax_pfl.networks.normalisation import BatchNorm
 
 
 class LeNet(nn.Module):
@@ -56,8 +56,9 @@ class LeNet(nn.Module):
             )
             x = layer(x)
             if self.batch_norm:
-                x = batch_norm(x, train, mask, f"norm{i}")
-            x = nn.relu(max_pool(x, (2, 2)))
+                x = nn.relu(BatchNorm((2, 2), name=f"norm{i}")(x, train, mask))
+            else:
+                x = nn.relu(max_pool(x, (2, 2)))
         x = x.reshape(x.shape[0], -1)
         for i, size in enumerate(self.dense, 1):
             x = nn.relu(init.dense(x.shape[-1], size, f"fc{i}")(x))

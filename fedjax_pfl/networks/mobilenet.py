@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.networks import init
 from fedjax_pfl.networks.lowerings.conv import lowering
-from fedjax_pfl.networks.normalisation import batch_norm
+from fedjax_pfl.networks.normalisation import BatchNorm
 
 _STEM, _LAST = 32, 1280
 # (expansion, channels, repeats, stride of the first block)
@@ -106,7 +106,7 @@ class MobileNet(nn.Module):
 
         def norm(x: jax.Array, name: str) -> jax.Array:
             if self.norm == "batch":
-                return batch_norm(x, train, mask, name)
+                return BatchNorm(name=name)(x, train, mask)
             return nn.GroupNorm(None, _GROUP, epsilon=1e-5, use_fast_variance=False, name=name)(x)
 
         x = nn.relu6(norm(conv(x, _rounded(_STEM * self.width), "conv1", 3, 2), "norm1"))

@@ -5,8 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.networks import init
-from fedjax_pfl.networks.lowerings.conv import max_pool
-from fedjax_pfl.networks.normalisation import batch_norm
+from fedjax_pfl.networks.normalisation import BatchNorm
 
 
 class ResNet9(nn.Module):
@@ -41,8 +40,9 @@ class ResNet9(nn.Module):
             size: int = 3,
             stride: int = 1,
             padding: str = "SAME",
+            pool: tuple[int, int] | None = None,
         ) -> jax.Array:
-            """Applies convolution i, BatchNorm and ReLU to x [B, H, W, C]."""
+            """Applies convolution i, BatchNorm, max pooling and ReLU to x [B, H, W, C]."""
             # SAME would pad a convolution with stride 2 on one side only.
             pads = (((size // 2,) * 2,) * 2) if padding == "SAME" else padding
             layer = init.conv(
@@ -55,12 +55,12 @@ class ResNet9(nn.Module):
                 bias=False,
                 lowered=self.conv,
             )
-            return nn.relu(batch_norm(layer(x), train, mask, f"norm{i}"))
+            return nn.relu(BatchNorm(pool, name=f"norm{i}")(layer(x), train, mask))
 
         w = self.width
         x = block(block(x, 1, w), 2, 2 * w, size=5, stride=2)
         x = x + block(block(x, 3, 2 * w), 4, 2 * w)
-        x = max_pool(block(x, 5, 4 * w), (2, 2))
+        x = block(x, 5, 4 * w, pool=(2, 2))
         x = x + block(block(x, 6, 4 * w), 7, 4 * w)
         x = jnp.max(block(x, 8, 4 * w, padding="VALID"), (1, 2))
         return init.dense(x.shape[-1], self.outputs, self.head)(x)

@@ -10,7 +10,7 @@ import numpy as np
 from fedjax_pfl.core import local_training, task
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.examples import FederatedData, Split
-from fedjax_pfl.networks.normalisation import batch_norm
+from fedjax_pfl.networks.normalisation import BatchNorm
 
 CLIENTS, FEATURES, HIDDEN, CLASSES = 6, 5, 8, 3
 # No batch of four has fewer than three examples: BatchNorm of a batch with one magnifies a rounding
@@ -33,7 +33,7 @@ class TinyNetwork(nn.Module):
     def __call__(self, x: jax.Array, train: bool = False, mask: Any = None) -> jax.Array:
         """Maps [B, features] to [B, outputs]; `mask` is bool [B], False for padding."""
         x = nn.Dense(self.hidden, use_bias=False, name="fc1")(x)
-        x = batch_norm(x, train, mask, "norm1")
+        x = BatchNorm(name="norm1")(x, train, mask)
         return nn.Dense(self.outputs, name="fc2")(nn.relu(x))
 
 

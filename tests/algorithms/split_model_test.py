@@ -12,7 +12,7 @@ import pytest
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import trees
 from fedjax_pfl.networks import LeNet
-from fedjax_pfl.networks.normalisation import batch_norm
+from fedjax_pfl.networks.normalisation import BatchNorm
 from tests import cases, tiny
 from tests.algorithms.served import KEY, after_rounds, paths, served, trained
 
@@ -25,7 +25,7 @@ class Misnamed(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False, mask: Any = None) -> jax.Array:
-        x = batch_norm(nn.Dense(4, name="norm1")(x), train, mask, "fc1")
+        x = BatchNorm(name="fc1")(nn.Dense(4, name="norm1")(x), train, mask)
         return nn.Dense(tiny.CLASSES, name="BatchNorm_0")(x)
 
 

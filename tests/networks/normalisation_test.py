@@ -1,0 +1,69 @@
+"""BatchNorm equals Flax's, with gradients of first and second order, also with pooling."""
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl.networks.lowerings.conv import max_pool
+from fedjax_pfl.networks.normalisation import BatchNorm
+
+KEYS = jax.random.split(jax.random.key(0))
+X = 3 + 2 * jax.random.normal(KEYS[0], (6, 4, 6, 5))
+MASK = jnp.array([True, True, False, True, True, False])
+PARAMS = {
+    "scale": jnp.array([1.0, -2.0, 0.5, 0.2, -0.1]),
+    "bias": jnp.array([0.0, 1.0, -1.0, 2.0, 3.0]),
+}
+STATS = {"mean": jnp.arange(5.0), "var": jnp.arange(1.0, 6.0)}
+
+
+def measure(apply):
+    """Returns results, gradients, and gradients of the squared norm of the gradients."""
+    weights = jax.random.normal(KEYS[1], apply(PARAMS, X)[0].shape)
+    seen = MASK.reshape(-1, 1, 1, 1).astype(jnp.float32)
+
+    def loss(params, x):
+        return jnp.sum(jnp.sin(apply(params, x)[0]) * weights * seen)
+
+    def squared_norm(params, x):
+        gradients = jax.grad(loss, (0, 1))(params, x)
+        return sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradients))
+
+    def everything(params, x):
+        first = jax.grad(loss, (0, 1))(params, x)
+        return apply(params, x), first, jax.grad(squared_norm, (0, 1))(params, x)
+
+    return jax.jit(everything)(PARAMS, X)
+
+
+@pytest.mark.parametrize("pool", [None, (2, 3)])
+@pytest.mark.parametrize(("train", "mask"), [(True, MASK), (True, None), (False, MASK)])
+def test_equals_flax(train, mask, pool):
+    flax_layer = nn.BatchNorm(not train, momentum=0.9, use_fast_variance=False)
+    flax_mask = None if mask is None else mask.reshape(-1, 1, 1, 1)
+
+    def expected(params, x):
+        variables = {"params": params, "batch_stats": STATS}
+        y, new = flax_layer.apply(variables, x, mask=flax_mask, mutable=["batch_stats"])
+        return max_pool(y, pool) if pool else y, new
+
+    def actual(params, x):
+        variables = {"params": params, "batch_stats": STATS}
+        return BatchNorm(pool).apply(variables, x, train, mask, mutable=["batch_stats"])
+
+    chex.assert_trees_all_close(measure(actual), measure(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_without_examples_all_rows_count():
+    variables = {"params": PARAMS, "batch_stats": STATS}
+    apply = jax.jit(
+        lambda mask: BatchNorm().apply(variables, X, True, mask, mutable=["batch_stats"])
+    )
+    chex.assert_trees_all_close(apply(jnp.zeros(6, bool)), apply(jnp.ones(6, bool)))
+    mean = np.asarray(X).mean((0, 1, 2))
+    np.testing.assert_allclose(
+        apply(jnp.zeros(6, bool))[1]["batch_stats"]["mean"], 0.9 * STATS["mean"] + 0.1 * mean, 1e-5
+    )
