@@ -378,22 +378,21 @@ def _pool(x: jax.Array, window: tuple[int, int]) -> jax.Array:
 
 
 def _pool_forward(x: jax.Array, window: tuple[int, int]) -> tuple[jax.Array, Any]:
-    y = _pool(x, window)
-    return y, (x, y)
+    return _pool(x, window), x
 
 
-def _pool_backward(window: tuple[int, int], residuals: Any, g: jax.Array) -> tuple[jax.Array]:
-    """Returns a tuple with the gradient of x, where (x, pooled y) = `residuals`."""
-    # Comparing again is faster than storing indices, which XLA recomputes for every output.
-    x, y = residuals
-    split, free = _split(x, window), jnp.ones(y.shape, bool)
-    parts = []
-    for i in range(window[0]):
-        for j in range(window[1]):
-            is_max = (split[:, :, i, :, j] == y) & free
-            free &= ~is_max
-            parts.append(jnp.where(is_max, g, jnp.zeros((), g.dtype)))
-    dx = jnp.stack(parts, 2).reshape(*y.shape[:2], *window, *y.shape[2:])
+def _pool_backward(window: tuple[int, int], x: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    """Returns a tuple with the gradient of x."""
+    # Compares the entries of a window with each other, not with their maximum: XLA may compute x
+    # twice, with other roundings, and then no entry would equal the maximum.
+    split, (h, w) = _split(x, window), window
+    entries = [split[:, :, i, :, j] for i in range(h) for j in range(w)]
+    largest, index = entries[0], jnp.zeros(g.shape, jnp.int32)
+    for i, entry in enumerate(entries[1:], 1):
+        larger = entry > largest
+        largest, index = jnp.where(larger, entry, largest), jnp.where(larger, i, index)
+    parts = [jnp.where(index == i, g, jnp.zeros((), g.dtype)) for i in range(h * w)]
+    dx = jnp.stack(parts, 2).reshape(*g.shape[:2], *window, *g.shape[2:])
     return (dx.transpose(0, 1, 2, 4, 3, 5).reshape(x.shape),)
 
 
