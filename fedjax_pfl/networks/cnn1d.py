@@ -51,8 +51,9 @@ class CNN1D(nn.Module):
             )
             x = layer(x)
             if self.batch_norm:
-                x = nn.relu(BatchNorm((2, 1), name=f"norm{i}")(x, train, mask))
+                x = BatchNorm((2, 1), name=f"norm{i}")(x, train, mask)
             else:
-                x = nn.relu(max_pool(x, (2, 1)))
+                x = max_pool(x, (2, 1))
+            x = nn.relu(x)
         x = jnp.mean(x, (1, 2))
         return init.dense(x.shape[-1], self.outputs, self.head)(x)

@@ -56,9 +56,10 @@ class LeNet(nn.Module):
             )
             x = layer(x)
             if self.batch_norm:
-                x = nn.relu(BatchNorm((2, 2), name=f"norm{i}")(x, train, mask))
+                x = BatchNorm((2, 2), name=f"norm{i}")(x, train, mask)
             else:
-                x = nn.relu(max_pool(x, (2, 2)))
+                x = max_pool(x, (2, 2))
+            x = nn.relu(x)
         x = x.reshape(x.shape[0], -1)
         for i, size in enumerate(self.dense, 1):
             x = nn.relu(init.dense(x.shape[-1], size, f"fc{i}")(x))

@@ -1,5 +1,7 @@
 """BatchNorm equals Flax's, with gradients of first and second order, also with pooling."""
 
+import functools
+
 import chex
 import flax.linen as nn
 import jax
@@ -21,20 +23,20 @@ STATS = {"mean": jnp.arange(5.0), "var": jnp.arange(1.0, 6.0)}
 
 
 def measure(apply):
-    """Returns results, gradients, and gradients of the squared norm of the gradients."""
+    """Returns results, gradients, and gradients of the sum of their cubes."""
     weights = jax.random.normal(KEYS[1], apply(PARAMS, X)[0].shape)
     seen = MASK.reshape(-1, 1, 1, 1).astype(jnp.float32)
 
     def loss(params, x):
         return jnp.sum(jnp.sin(apply(params, x)[0]) * weights * seen)
 
-    def squared_norm(params, x):
+    def sum_of_cubes(params, x):  # squares would hide the mean, as gradients of x add up to 0
         gradients = jax.grad(loss, (0, 1))(params, x)
-        return sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradients))
+        return sum(jnp.sum(leaf**3) for leaf in jax.tree.leaves(gradients))
 
     def everything(params, x):
         first = jax.grad(loss, (0, 1))(params, x)
-        return apply(params, x), first, jax.grad(squared_norm, (0, 1))(params, x)
+        return apply(params, x), first, jax.grad(sum_of_cubes, (0, 1))(params, x)
 
     return jax.jit(everything)(PARAMS, X)
 
@@ -45,16 +47,25 @@ def test_equals_flax(train, mask, pool):
     flax_layer = nn.BatchNorm(not train, momentum=0.9, use_fast_variance=False)
     flax_mask = None if mask is None else mask.reshape(-1, 1, 1, 1)
 
-    def expected(params, x):
+    def expected(params, x, max_pool=nn.max_pool):
         variables = {"params": params, "batch_stats": STATS}
         y, new = flax_layer.apply(variables, x, mask=flax_mask, mutable=["batch_stats"])
-        return max_pool(y, pool) if pool else y, new
+        return max_pool(y, pool, pool) if pool else y, new
 
     def actual(params, x):
         variables = {"params": params, "batch_stats": STATS}
         return BatchNorm(pool).apply(variables, x, train, mask, mutable=["batch_stats"])
 
-    chex.assert_trees_all_close(measure(actual), measure(expected), rtol=1e-4, atol=1e-4)
+    # With AVX2 XLA rounds the layer's result in two ways here, which pooling must survive.
+    library_pooling = measure(functools.partial(expected, max_pool=max_pool))
+    for values in (measure(actual), library_pooling):
+        chex.assert_trees_all_close(values, measure(expected), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_initial_values_are_those_of_flax(train):
+    expected = nn.BatchNorm(not train).init(KEYS[0], X)
+    chex.assert_trees_all_equal(BatchNorm().init(KEYS[0], X, train, None), expected)
 
 
 def test_without_examples_all_rows_count():
