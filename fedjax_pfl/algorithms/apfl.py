@@ -4,12 +4,13 @@ Deng et al., Adaptive Personalized Federated Learning, 2020.
 
   w_k ← w_k − η ∇f(w_k; B), and w ← Σ_k n_k w_k / Σ_k n_k: FedAvg
   v_k ← v_k − η α ∇f(v̄_k; B)                           v̄_k = α v_k + (1 − α) w_k
-  α ← α − η_α ⟨v_k − w_k, ∇f(v̄_k; B)⟩, clipped to [0, 1]
+  α ← α − η_α ⟨v_k − w_k, ∇f(v̄_k; B)⟩, clipped to [0, 1], with the first batch of each round
 All three steps use the values before the step. The client's model is v̄ with the current w.
 
 Deviations: w is the mean weighted by examples, in the paper it is unweighted. An adaptive α has its
-own learning rate; in the paper it has the rate of training. Gradients of v and w
-are clipped separately. BatchNorm statistics of w are uploaded; those of v̄ stay on the client.
+own learning rate; in the paper it has the rate of training, and the authors' code also decays α.
+Gradients of v and w are clipped separately. BatchNorm statistics of w are uploaded; those of v̄ stay
+on the client.
 """
 
 from typing import Any, NamedTuple
@@ -52,13 +53,13 @@ def apfl(
 ) -> Algorithm:
     """Creates APFL: a client trains the global model w and its own v, and uses α v + (1 − α) w.
 
-    α = 1 gives Local, α = 0 gives FedAvg. The server stores the variables of w, as FedAvg does;
-    clients store `Client`.
+    α = 1 gives Local, α = 0 gives FedAvg, apart from BatchNorm statistics. The server stores the
+    variables of w, as FedAvg does; clients store `Client`.
 
     Args:
       alpha: α, the share of a client's own model in the mixture; the initial share if it adapts.
-      alpha_rate: η_α, the learning rate of α; 0 keeps α fixed. A later phase continues shares that
-        adapt.
+      alpha_rate: η_α, the learning rate of α, which takes one step a round; 0 keeps α fixed. A
+        later phase continues shares that adapt.
     """
     require((alpha >= 0) & (alpha <= 1), f"apfl.alpha is {alpha}; it is a share, 0 to 1")
     require_at_least("apfl.alpha_rate", alpha_rate, 0)
@@ -85,7 +86,7 @@ def apfl(
 
         def gradients(params: PyTree, carry: Any, batch: Batch, key: jax.Array) -> Any:
             """Returns ((loss of the mixture, new carry), {"v": gradient, "w": gradient})."""
-            w_stats, mixture_stats, alpha = carry
+            w_stats, mixture_stats, alpha, rate = carry
             (_, w_stats), w_grads = gradient(params["w"], w_stats, batch, key)
             (loss, mixture_stats), mixture_grads = gradient(
                 mix(alpha, **params), mixture_stats, batch, key
@@ -93,15 +94,16 @@ def apfl(
             products = jax.tree.map(
                 lambda v, w, g: jnp.sum((v - w) * g), params["v"], params["w"], mixture_grads
             )
-            new_alpha = alpha - alpha_rate * jnp.sum(jnp.stack(jax.tree.leaves(products)))
+            new_alpha = alpha - rate * jnp.sum(jnp.stack(jax.tree.leaves(products)))
             v_grads = jax.tree.map(lambda g: alpha * g, mixture_grads)
-            carry = w_stats, mixture_stats, jnp.clip(new_alpha, 0, 1)
+            # Later steps of the round leave α as it is.
+            carry = w_stats, mixture_stats, jnp.clip(new_alpha, 0, 1), jnp.zeros_like(rate)
             return (loss, carry), {"v": v_grads, "w": w_grads}
 
         w, w_stats = local_training.split_variables(payload)
         v, mixture_stats = local_training.split_variables(client.variables)
-        carry = w_stats, mixture_stats, client.alpha
-        new, (w_stats, mixture_stats, alpha), momentum, metrics = local_training.fit(
+        carry = w_stats, mixture_stats, client.alpha, jnp.float32(alpha_rate)
+        new, (w_stats, mixture_stats, alpha, _), momentum, metrics = local_training.fit(
             separate, gradients, {"v": v, "w": w}, carry, client.momentum, ctx
         )
         new_client = Client({"params": new["v"], **mixture_stats}, alpha, momentum)

@@ -4,11 +4,14 @@ Sattler et al., Clustered Federated Learning: Model-Agnostic Distributed Multi-T
 under Privacy Constraints, 2020. With Δ_k = w_k − w_c over the members of cluster c that
 returned an update:
 
-  w_c ← Σ_k n_k w_k / Σ_k n_k
   split c in two by complete linkage on 1 − cos(Δ_j, Δ_k),
   if ‖mean_n Δ‖ < ε₁, max_k ‖Δ_k‖ > ε₂ and it has more than two members
+  w_c ← Σ_k n_k w_k / Σ_k n_k, for each part over its own members, or for an unsplit c over all
 
-Deviations: there are at most `max_clusters` clusters. The part of the first member keeps the id of
+Deviations: complete linkage is that of the authors' code; the paper minimises the largest cosine
+between the parts, which single linkage does, and splits only if this cosine is below a bound. Means
+are weighted by examples; the authors' are not, and their code splits no cluster in the first 20
+rounds. There are at most `max_clusters` clusters. The part of the first member keeps the id of
 the cluster and the other part gets the next free id, so ids stay valid after further splits. Absent
 members keep the id of the cluster as well.
 """
@@ -129,12 +132,16 @@ def clustered_fl(
         floor = jnp.maximum(length, 1e-12)
         distance = 1 - gram / floor[:, None] / floor[None]
 
+        def mean_of(members: jax.Array, fallback: PyTree) -> PyTree:
+            """Returns the mean upload of members, bool [K], or the fallback if there is none."""
+            return cohort.mean(cohort.uploads, fallback, jnp.where(members, cohort.weights, 0.0))
+
         def update(c: jax.Array, carry: tuple[Clusters, jax.Array]) -> tuple[Clusters, jax.Array]:
             """Averages cluster c, and splits it if updates differ. Carry: (`Clusters`, rows)."""
             (models, used), rows = carry
             members = cluster == c
             old = trees.row(models, c)
-            mean = cohort.mean(cohort.uploads, old, jnp.where(members, cohort.weights, 0.0))
+            mean = mean_of(members, old)
             drift = jnp.sqrt(
                 trees.squared_norm(jax.tree.map(jnp.subtract, mean["params"], old["params"]))
             )
@@ -147,7 +154,10 @@ def clustered_fl(
             leaves_cluster = split & bipartition(distance, members)
             new_id = jnp.where(split, used, max_clusters)
             models = jax.tree.map(
-                lambda old, new: old.at[c].set(new).at[new_id].set(new, mode="drop"), models, mean
+                lambda old, first, other: old.at[c].set(first).at[new_id].set(other, mode="drop"),
+                models,
+                mean_of(members & ~leaves_cluster, old),
+                mean_of(leaves_cluster, old),
             )
             leaving_ids = jnp.where(leaves_cluster, cohort.ids, federation.clients)
             rows = rows.at[leaving_ids].set(used, mode="drop")

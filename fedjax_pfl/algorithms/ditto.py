@@ -5,8 +5,12 @@ Li et al., Ditto: Fair and Robust Federated Learning Through Personalization, 20
   w_k ← w_k − η ∇f(w_k; B), and w ← Σ_k n_k w_k / Σ_k n_k: FedAvg
   v_k ← v_k − η (∇f(v_k; B) + λ (v_k − w)), with the downloaded w
 
-Deviations: v_k trains on the same batches as w_k, in the same order. The penalty applies to
-parameters only. BatchNorm statistics of v_k stay on the client.
+v_k trains on the same batches as w_k, in the same order, as in the authors' code.
+
+Deviations: the mean is weighted by examples; the authors' code samples clients by their examples
+and takes the plain mean. They use λ = 1 in their published commands and tune it in the paper; the
+default here is 0.5. The penalty applies to parameters only. BatchNorm statistics of v_k stay on the
+client.
 """
 
 from typing import Any, NamedTuple

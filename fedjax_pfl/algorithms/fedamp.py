@@ -5,7 +5,7 @@ Huang et al., Personalized Cross-Silo Federated Learning on Non-IID Data, 2021.
   u_i = ξ_ii θ_i + Σ_{j≠i} ξ_ij θ_j, at the server;   θ_i ← θ_i − η (∇f_i(θ_i; B) + λ/α (θ_i − u_i))
   distance: ξ_ij = α/σ exp(−‖θ_i − θ_j‖²/σ),  ξ_ii = 1 − Σ_{j≠i} ξ_ij
   cosine:   ξ_ij = (1 − ξ_ii) softmax_j(σ cos(θ_i, θ_j)), with the same ξ_ii for all: HeurFedAMP
-A client trains and is served its own model.
+A client trains and is served its own model. The default is HeurFedAMP.
 
 Deviations: if the ξ_ij of a client sum to more than 1, they are scaled to 1. Then ξ_ii is not
 negative; the paper chooses α small enough. α does not decrease over the rounds. Models may be

@@ -12,8 +12,9 @@ The client's model is (φ_k, ω_k), its own last one.
 Deviations: F_k, the trace of the Fisher information in the paper, sums squared gradients of
 batches, as in the authors' code; the trace sums those of single examples. Here every client aligns
 its own copy of φ; the authors' code aligns one model in place, client after client. The alignment
-uses the batch size of training (theirs uses 16). Clients that are not sampled do nothing; a client
-that never trained has the initial model.
+uses the batch size of training and the network's training mode, theirs batches of 16 and, after the
+first round, evaluation mode. Clients that are not sampled do nothing; a client that never trained
+has the initial model.
 """
 
 from typing import Any, NamedTuple
@@ -63,7 +64,8 @@ def fedas(
     """Creates FedAS: clients align the downloaded body with their own model before training.
 
     The server averages bodies weighted by Fisher information. It stores the body φ, which clients
-    download; clients store `Client`. With η_a = 0 clients train as in FedPer.
+    download; clients store `Client`. With η_a = 0 clients train as in FedPer, apart from
+    BatchNorm statistics.
 
     Args:
       align_rate: η_a, the learning rate of the alignment, which is plain SGD.

@@ -5,8 +5,8 @@ Oh et al., FedBABU: Toward Enhanced Representation for Federated Image Classific
   φ_k ← φ_k − η ∇_φ f(φ_k, ω; B), with the same initial head ω for all;  φ ← Σ_k n_k φ_k / Σ_k n_k
   (φ_i, ω_i) = some local epochs on both from (φ, ω), at evaluation; it is discarded
 
-The metrics called "before" are those that the paper reports. "After" evaluates the trained body
-with the initial head.
+The metrics called "before" are the paper's personalised accuracy. "After" evaluates the body after
+one more local training, with the initial head.
 
 Deviations: none in the method. The head is initialised as the network does it; the paper also tries
 orthogonal heads. BatchNorm belongs to the body. Momentum starts at zero in each fine-tuning.

@@ -11,8 +11,8 @@ the trained ones. M_i marks the share τ of each array's entries that has the la
 
 Deviations: means and maxima are over the clients that returned an update. Other clients keep M_i
 and u_i, and get the new θ. The server computes M_i from θ̄_i and θ_i, so no mask is sent. Of equal
-Ω the first entries are critical; the authors' code takes all that equal the smallest one. BatchNorm
-statistics belong to θ.
+Ω the first entries are critical; the authors' code takes all that equal the smallest one, but none
+with Ω = 0. BatchNorm statistics belong to θ.
 """
 
 from typing import Any, NamedTuple
@@ -88,7 +88,7 @@ def fedcac(
 
     Args:
       critical_share: τ, the share of the entries of each array that are critical; 0 is FedAvg.
-      alone_after: β, the round from which only clients with the largest overlap collaborate.
+      alone_after: β, the last round with collaboration, of the clients with the largest overlap.
       first_round: First round of the phase; `run` passes it.
     """
     require(

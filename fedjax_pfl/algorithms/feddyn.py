@@ -6,8 +6,10 @@ Acar et al., Federated Learning Based on Dynamic Regularization, 2021.
   h ← h − α/N Σ_k (θ_k − w);   w ← mean_k θ_k − h/α,  over those that arrived, of N clients
 Local SGD from w approximates the argmin. h is the mean of all g_k, also if clients drop out.
 
-Deviations: none in the method. Means are not weighted by examples, as in the paper. Momentum, decay
-and clipping, if set, act on the whole gradient. BatchNorm statistics are averaged.
+Deviations: none in the method. Means are not weighted by examples, as in the paper; the authors'
+code gives clients with few examples a larger α, clips gradients, uses α = 0.01 where the default
+here is 0.1, and also tests the mean of all clients' last models. Momentum, decay and clipping, if
+set, act on the whole gradient. BatchNorm statistics are averaged.
 """
 
 from typing import Any, NamedTuple

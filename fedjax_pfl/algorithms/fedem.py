@@ -7,8 +7,10 @@ loss of component m, θ_m the downloaded models and π the client's stored weigh
   θ_m ← SGD on mean_j q_jm ℓ_m(x_j, y_j); θ_m ← Σ_k n_k θ_km / Σ_k n_k
   output: Σ_m π_m softmax_m(x)
 
-Deviations: q is computed for each batch, from the downloaded models, with the same result. These
-models use BatchNorm's running statistics.
+Deviations: the means of θ_m are over the clients that returned an update; the authors' code also
+counts the others, with the last θ_m, which makes the server's step smaller if clients are sampled.
+q is computed for each batch, from the downloaded models, with the same result. These models use
+BatchNorm's running statistics.
 """
 
 import dataclasses

@@ -8,8 +8,8 @@ has its own body φ_i, of any architecture; all have the same linear head H:
   H ← H − η_s ∇ ℓ(H(C_ic), c), for one client and one of its classes after the other
 A client is served (φ_i, H).
 
-Deviations: the loss ℓ is the cross-entropy. PFLlib's code shuffles the means of all clients into
-batches.
+Deviations: the loss ℓ is the cross-entropy. The server takes clients in the order of their numbers,
+the authors' code in a random one; PFLlib's shuffles the means of all clients into batches.
 """
 
 from typing import Any

@@ -2,8 +2,9 @@
 
 Arivazhagan et al., Federated Learning with Personalization Layers, 2019.
 
-Deviations: the personal part is the last layer; the paper also tries several. The mean is over the
-clients that returned an update, as in FedAvg.
+Deviations: the personal part is the last layer; the paper also tries several. All heads start
+equal; in the paper each client draws its own. The mean is over the clients that returned an update,
+as in FedAvg.
 """
 
 from typing import Any

@@ -12,8 +12,11 @@ Deviations: the paper penalises the distance of a client's class prototypes to C
 authors' code, the penalty is the mean over examples. The mean of prototypes is weighted by their
 examples; the paper's equation also divides by the number of clients, and the authors' code takes
 the unweighted mean. Examples of a class without a prototype have no penalty, as in the authors'
-code. For prediction such a class is farther by 1 than the farthest prototype, so it is never
-predicted and its loss stays finite. The head predicts until the first prototype exists.
+code. All clients of a network start equal; on MNIST and FEMNIST in the authors' code each starts at
+random. Prototypes are those of the trained model in evaluation mode, in their code those of the
+last epoch's batches. Their prediction considers only the client's own classes, here all. A class
+without a prototype is farther by 1 than the farthest prototype, so it is never predicted and its
+loss stays finite. The head predicts until the first prototype exists.
 """
 
 import dataclasses

@@ -4,8 +4,10 @@ Li et al., Federated Optimization in Heterogeneous Networks, 2020.
 
   w_k ← w_k − η (∇f(w_k; B) + μ (w_k − w)), with the downloaded w
 
-Deviations: every client does the same amount of work; in the paper slow clients do less. The
-penalty applies to parameters only. Clipping, if set, uses the norm of the whole gradient.
+Deviations: clients do the same amount of work by default; in the paper slow clients do less. With
+`late=partial` they do here as well, and the server's mean is then that of FedNova, in the paper the
+plain one. The penalty applies to parameters only. Clipping, if set, uses the norm of the whole
+gradient.
 """
 
 from typing import Any

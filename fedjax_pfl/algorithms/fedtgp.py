@@ -12,9 +12,11 @@ distance, the server has a vector per class and a network F with one hidden laye
   step for each client, in several epochs
 Each client keeps its own model and predicts as in FedProto.
 
-Deviations: the authors' code shuffles the prototypes of all clients into batches of 10, and takes
-for δ the largest over classes of the smallest distance to another class. It has 1000 epochs by
-default; here the default is 100. Clients have no penalty in the first round, as in the code.
+Deviations: the clients' penalty is λ mean_x ‖z(x) − P_y‖²/d, as in the authors' code; the paper has
+λ = 0.1 and distances that are not squared. The default λ is 1; the authors' commands have 10, with
+which training with higher rates than theirs can diverge. Their code shuffles the prototypes of all
+clients into batches of 10, and takes for δ the largest over classes of the smallest distance to
+another class. Clients have no penalty in the first round, as in the code.
 """
 
 from typing import Any
@@ -115,7 +117,8 @@ def fedtgp(
     `Generator`; clients store the same as Local.
 
     Args:
-      penalty: λ, the weight of the distance between an example's features and its prototype.
+      penalty: λ, the weight of the squared distance between an example's features and its
+        prototype, divided by their number.
       rate: Learning rate of the network, on the server, that generates the prototypes.
       epochs: Number of epochs of the server's training in a round.
       threshold: τ, the largest margin δ.

@@ -20,9 +20,10 @@ Deviations: a signal may be older than the last round if clients are sampled; th
 trains all clients in that round. A client that has not trained by then has the whole simplex, and
 its first round places it with the same principal components and s. Points of a region are uniform
 points of the simplex, moved towards α_k to a distance of at most ρ_k; the authors' code samples
-around α_k and may leave the simplex. Endpoints include the head's bias. The sign of a principal
-component makes its largest loading positive. Floco+, which adds the personal model of Ditto, is not
-included.
+around α_k and may leave the simplex. Endpoints include the head's bias and start as the network
+initialises it. The sign of a principal component makes its largest loading positive. The authors'
+code takes the trained endpoints for signals, which negates κ_k. Floco+, which adds the personal
+model of Ditto, is not included.
 """
 
 from typing import Any, NamedTuple

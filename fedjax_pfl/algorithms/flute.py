@@ -7,7 +7,8 @@ classes of its training examples, else 0. z(x) are the d features, ⊙ is elemen
   R(W, u) = ‖W Wᵀ/‖W Wᵀ‖ − (I − 11ᵀ/C) ⊙ u uᵀ/√(C − 1)‖
   F_i = f + λ₁ R(W_i, u_i) + λ₂ ‖W_i‖² + λ₃ mean_x ‖z(x)‖²      f: the loss of a batch
 
-with Frobenius norms. R is 0 if the rows of W have equal lengths and equal angles. Each round:
+with Frobenius norms. For a client with all classes, R is 0 if the rows of W have equal lengths and
+the largest possible equal angles. Each round:
 
   ω_i ← ω_i − η ∇_ω F_i, `head_epochs` epochs;   then (φ_i, ω_i) ← (φ_i, ω_i) − η ∇F_i
   φ ← Σ_k n_k φ_k / Σ_k n_k;   W_k ← W_k − η_s ∇_{W_k} (1/K) Σ_j R(W_j, u_j)
@@ -16,9 +17,10 @@ over the K clients that returned an update. The server keeps the heads ω_i and 
 own. Without head epochs and with all of λ and η_s 0 it is FedPer.
 
 Deviations: the authors' code adds the squared features of a batch of 10 with the weight 0.0005,
-which is 0.005 for the mean here. The two parts of local training have separate optimiser states.
-While the head trains, the body's BatchNorm statistics are frozen, as in FedRep. All heads start
-equal, as in the authors' code; the paper's theory starts linear heads at random.
+which is 0.005 for the mean here, and tests clients before the server's step on their heads. The two
+parts of local training have separate optimiser states. While the head trains, the body's BatchNorm
+statistics are frozen, as in FedRep. All heads start equal, as in the authors' code; the paper's
+theory starts linear heads at random.
 """
 
 from typing import Any, NamedTuple

@@ -32,6 +32,7 @@ from fedjax_pfl.core.algorithm import (
 )
 from fedjax_pfl.core.errors import UsageError, require
 from fedjax_pfl.core.groups import share_server
+from fedjax_pfl.core.metrics import mask_logits
 from fedjax_pfl.core.task import Task
 
 
@@ -72,14 +73,16 @@ def pair(personal: PyTree, shared: PyTree) -> PyTree:
     return joined
 
 
-def divergence(p: jax.Array, q: jax.Array) -> jax.Array:
+def divergence(p: jax.Array, q: jax.Array, classes: Any = None) -> jax.Array:
     """Returns KL(softmax(p) ‖ softmax(q)) of each example, [B], without a gradient to p.
 
     Args:
       p: Logits [..., C] of the model that teaches.
       q: Logits of the model that learns.
+      classes: Bool [C], the classes that the client uses; others have probability 0. None: all.
     """
-    log_p, log_q = jax.nn.log_softmax(jax.lax.stop_gradient(p)), jax.nn.log_softmax(q)
+    p, q = mask_logits(jax.lax.stop_gradient(p), classes), mask_logits(q, classes)
+    log_p, log_q = jax.nn.log_softmax(p), jax.nn.log_softmax(q)
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
 
 
@@ -88,8 +91,12 @@ def mutual(task: Task, alpha: Any, beta: Any) -> Task:
 
     def loss(outputs: Any, y: jax.Array, classes: Any) -> jax.Array:
         own, shared = outputs
-        own_loss = alpha * task.loss(own, y, classes) + (1 - alpha) * divergence(shared, own)
-        shared_loss = beta * task.loss(shared, y, classes) + (1 - beta) * divergence(own, shared)
+        own_loss = alpha * task.loss(own, y, classes) + (1 - alpha) * divergence(
+            shared, own, classes
+        )
+        shared_loss = beta * task.loss(shared, y, classes) + (1 - beta) * divergence(
+            own, shared, classes
+        )
         return own_loss + shared_loss
 
     return task._replace(loss=loss)

@@ -9,9 +9,11 @@ models of the server, f_i is the mean loss on the n_i training examples of clien
 This is the paper's model averaging. With weight sharing, only the last layers differ between the
 k models, and the other layers are averaged over all clients.
 
-Deviations: the mean is weighted by examples; the paper's clients have equally many. Of equally
-good models a client takes the one of its last round, or the next one after it. There is one random
-start; the authors repeat it until every model is chosen by enough clients.
+Deviations: the mean is weighted by examples, in the paper it is unweighted; the authors' code for
+FEMNIST weights it. Of equally good models a client takes the one of its last round, or the next one
+after it. There is one random start; on CIFAR the authors repeat it until every model is chosen by
+enough clients, on FEMNIST they train a global model first. Clients choose the model that they are
+served by training loss; the authors' code for MNIST and CIFAR uses the loss on test examples.
 """
 
 from collections.abc import Iterable

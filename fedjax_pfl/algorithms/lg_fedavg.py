@@ -3,8 +3,9 @@
 Liang et al., Think Locally, Act Globally: Federated Learning with Local and Global Representations,
 2020. The paper starts from a FedAvg run: configure a phase of fedavg before it.
 
-Deviations: none in the method. The authors' commands share 2 of 5 layers on CIFAR10. The default
-here, as in their code, is the head alone, which works with every network.
+Deviations: the mean is weighted by examples, in the authors' code it is unweighted. Their code
+shares the head of the MNIST network by default. On CIFAR10 it counts layers from the other end and
+keeps the dense layers, against the paper's text, which is followed here.
 """
 
 from typing import Any

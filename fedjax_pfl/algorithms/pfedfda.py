@@ -20,7 +20,8 @@ by its mean variance.
 Deviations: β is the best of 0, 0.1, ..., 1; the authors use L-BFGS. The folds are every second
 example of each class; theirs are random. Features are those of φ_i after training; the authors'
 code takes them during training. ε = 1 is from that code, which also adds 1e-4 to all entries of Σ̂
-and by default has a second β for Σ.
+and by default has a second β for Σ. It uses μ_c for classes with fewer than three examples only in
+the model that is served; here also in training and in the folds of cross-validation.
 """
 
 from typing import Any, NamedTuple

@@ -7,7 +7,8 @@ w ← w − ηλ (w − θ). Server: w ← (1 − β) w + β · mean_k w_k, the 
 that returned an update. A client is served the θ after its local rounds from the current w, as in
 the authors' code: K steps from w on one batch would be a weaker model.
 
-Deviations: the paper runs the inner steps to a given accuracy, here there are K. θ starts at the
+Deviations: the paper runs the inner steps to a given accuracy, here there are K. The default η_p is
+0.05; the authors' commands have 0.01 to 0.1. θ starts at the
 downloaded w and is kept between local rounds. Clipping, decay and momentum, if set, act on the
 step of w; the steps of θ are plain SGD. BatchNorm statistics are those of the passes at θ, are
 uploaded with w and averaged without β, which above 1 would make variances negative.

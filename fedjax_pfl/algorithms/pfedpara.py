@@ -4,8 +4,10 @@ Hyeon-Woo, Ye-Bin and Oh, FedPara: Low-rank Hadamard Product for Communication-E
 Learning, 2022. Wi has the factors xi and yi, and ti in a convolution (`Hadamard`). FedAvg averages
 the factors of W1 and everything that is not factorised: the head, biases, BatchNorm.
 
-Deviations: factors start from a normal distribution with the variance that gives W the variance of
-its fan-in. The mean is weighted by examples, as in FedAvg.
+Deviations: the head is not factorised, like the dense layers of the paper's VGG16; networks of two
+dense layers it factorises whole, so a part of their head is personal. γ is 0 by default, in the
+paper's runs of pFedPara 0.5. Factors start from a normal distribution with the variance that gives
+W the variance of its fan-in. The mean is weighted by examples, as in FedAvg.
 """
 
 from typing import Any
@@ -33,8 +35,8 @@ def pfedpara(
     Clients store the factors of W2; the server averages and stores all other variables.
 
     Args:
-      gamma: Rank of the factors, from 0 (the least with which W can have full rank) to 1 (the
-        factors have as many parameters as W).
+      gamma: γ, which chooses the rank of the factors: 0 is ⌈√max(I, O)⌉, with which W can have full
+        rank; with 1 the factors have about as many parameters as W, or the rank of 0 if larger.
     """
     require_random_start("pfedpara", model)
     require((gamma >= 0) & (gamma <= 1), f"pfedpara.gamma is {gamma}; choose 0 to 1")

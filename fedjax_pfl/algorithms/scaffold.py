@@ -7,7 +7,7 @@ Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Lear
 
 With plain SGD the mean of g_i is the paper's option II, c_i − c + (x − y_i)/(Kη). It is also
 defined for other optimisers, rate schedules and numbers of steps. c is the mean of all c_i, also if
-clients drop out.
+clients drop out, but not if uploads are compressed: clients keep the exact c_i.
 
 Deviations: none with plain SGD. Momentum, decay and clipping, if set, act after the correction.
 Means are not weighted by examples, as in the paper. BatchNorm statistics are averaged and have no

@@ -191,8 +191,10 @@ class Hadamard(Reparametrised):
     References: Hyeon-Woo, Ye-Bin and Oh, FedPara (2022), propositions 1 to 3 and pFedPara.
 
     Args:
-      gamma: Chooses the rank, from 0 to 1. With 0 it is ⌈√max(I, O)⌉, the least with which W can
-        have full rank. With 1 the factors have the size of W.
+      gamma: Chooses the rank, from 0 to 1. With 0 it is ⌈√max(I, O)⌉, with which W can have full
+        rank; ⌈√min(I, O)⌉ would be enough, and the authors' code has the larger one. With 1 the
+        factors have about the size of W. The rank is never below that of 0, so the factors of small
+        kernels can have more entries than W.
     """
 
     gamma: float = 0.0

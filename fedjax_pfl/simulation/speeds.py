@@ -11,7 +11,8 @@ A late client is missing or, with partial work, stops after the steps that fit b
 with none it is missing. Updates of different lengths are averaged as in FedNova (Wang et al.,
 Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization, 2020). With
 weights p_k, steps τ_k and τ_eff = Σ p_k τ_k, the server's model w changes by τ_eff Σ p_k Δ_k / τ_k.
-That is the mean of the uploads w + (τ_eff / τ_k) Δ_k. Statistics of BatchNorm are averaged.
+That is the mean of the uploads w + (τ_eff / τ_k) Δ_k, FedNova's for plain SGD; momentum, FedProx's
+penalty and schedules do not change τ_k here. Statistics of BatchNorm are averaged.
 """
 
 from collections.abc import Sequence

@@ -2,9 +2,11 @@
 
 The change of each array against the downloaded array of the same path is compressed; an array that
 was not downloaded is compressed whole. Sparsification keeps the largest changes (Aji and Heafield,
-2017). Quantisation rounds at random, without bias, to 2^(b-1)-1 levels on each side of 0 (QSGD,
-Alistarh et al., 2017). Error feedback adds the compression error to the client's next upload
-(Seide et al., 2014).
+2017). Quantisation rounds at random, without bias, to 2^(b-1)-1 levels on each side of 0, as in
+QSGD (Alistarh et al., 2017), which scales by the norm of the array, here by its largest change.
+Error feedback adds the compression error to the client's next upload (Seide et al., 2014).
+Variances of BatchNorm are not sent below 0: their compressed change is at least −(downloaded
+variance).
 """
 
 import math
@@ -32,6 +34,7 @@ from fedjax_pfl.transforms.wrapping import (
     Selectable,
     Transform,
     TransformContext,
+    is_variance,
     with_client_state,
 )
 
@@ -109,13 +112,15 @@ def compression(
             # With the unchanged key, training samples the same batches as without compression.
             result = member.train(payload, client.method, ctx)
             key = jax.random.fold_in(ctx.key, _ROUNDING)
-            new, structure = jax.tree.flatten(result.upload)
+            paths, structure = jax.tree_util.tree_flatten_with_path(result.upload)
+            new = [leaf for _, leaf in paths]
             old = jax.tree.leaves(trees.matching_download(payload, result.upload))
             lost = jax.tree.leaves(client.lost) if feedback else [jnp.zeros(())] * len(new)
-            for i, leaf in enumerate(new):
+            for i, (path, leaf) in enumerate(paths):
                 if not _is_exact(leaf):
                     change = leaf - old[i] + lost[i]
                     sent = encode(change, jax.random.fold_in(key, i), bits, top_k)
+                    sent = jnp.maximum(sent, -old[i]) if is_variance(path) else sent
                     new[i], lost[i] = old[i] + sent, change - sent
             new_lost = jax.tree.unflatten(structure, lost) if feedback else ()
             upload = jax.tree.unflatten(structure, new)

@@ -171,7 +171,8 @@ def _is_shared(algorithm: Algorithm, private: PyTree, data: FederatedData) -> bo
     """Returns True if clients upload the private layers.
 
     Raises UsageError if the payload, the trained model and the stored model are not one model of
-    the network.
+    the network, or if the payload has other values of the private layers, such as SCAFFOLD's
+    control variates, which are not a client's own.
 
     Args:
       algorithm: The algorithm, without groups.
@@ -194,6 +195,12 @@ def _is_shared(algorithm: Algorithm, private: PyTree, data: FederatedData) -> bo
     is_sent_and_stored = shapes.items() <= private_part(payload).items() and bool(
         _matching_paths((state.server, state.rows), private)
     )
+    other = set(_matching_paths(payload, private)) - set(_matching_paths(payload, private, skip=0))
+    if other:
+        raise UsageError(
+            "keep_head is for methods that send models alone, and this one sends the head's "
+            f"{jax.tree_util.keystr(min(other, key=str))} as well; leave it off"
+        )
     if private_part(variables) != shapes or (is_shared and not is_sent_and_stored):
         raise UsageError(
             "keep_head is for methods that share one model of the network, which this one is not; "

@@ -23,7 +23,8 @@ the median of the m norms, in every step.
 Every upload counts once, because an attacker can state a wrong number of examples. Absent clients
 do not count in m. Statistics of BatchNorm belong to the vectors.
 
-Deviations: norms without τ are relative. Centred clipping starts from w instead of the previous
+Deviations: the geometric median starts from w; the authors' code starts from the weighted mean.
+Norms without τ are relative. Centred clipping starts from w instead of the previous
 round's aggregate, and clips changes of models instead of momenta. Where m − f − 2 < 1, Krum uses
 one neighbour. Krum and multi-Krum take the first of equal sums.
 """

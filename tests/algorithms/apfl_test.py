@@ -14,19 +14,19 @@ RATE, TARGET = 0.1, 3.0
 
 @pytest.mark.parametrize(("alpha", "alpha_rate"), [(0.25, 0.0), (0.25, 0.2), (0.9, 10.0)])
 def test_three_steps_by_hand(alpha, alpha_rate):
-    """f(w) = ½ (w − 3)². All updates use the values before the step; alpha is clipped."""
+    """f(w) = ½ (w − 3)². Updates use the values before the step; alpha moves in the first one."""
     training = local_training.sgd(learning_rate=RATE, batch_size=1, steps=3)
     settings = {"alpha": alpha, "alpha_rate": alpha_rate}
     algorithm, data = make("apfl", [[[1.0]]], [[TARGET]], training, **settings)
     client = Client(variables([2.0]), jnp.float32(alpha), ())
     result = train_client(algorithm, variables([1.0]), client, data)
     w, v = 1.0, 2.0
-    for _ in range(3):
+    for s in range(3):
         slope = alpha * v + (1 - alpha) * w - TARGET
         w, v, alpha = (
             w - RATE * (w - TARGET),
             v - RATE * alpha * slope,
-            np.clip(alpha - alpha_rate * (v - w) * slope, 0, 1),
+            np.clip(alpha - (s == 0) * alpha_rate * (v - w) * slope, 0, 1),
         )
     assert (alpha == 1) == (alpha_rate == 10)
     np.testing.assert_allclose(weights(result.upload), [w], rtol=1e-6)

@@ -69,9 +69,11 @@ def test_a_second_split_keeps_cluster_ids():
     server, rows = receive(algorithm, *at([[1, 1], [0, 0], [0, 0]], 1, [0] * 6), OPPOSITE)
     np.testing.assert_array_equal(rows, [0, 1, 0, 1, rows[4], rows[5]])
     assert int(server.used) == 2
-    mean = np.average(np.array(OPPOSITE), 0, COUNTS) + 1  # over all clients, before the split
-    models = weights(server.models)
-    np.testing.assert_allclose(models[:2], [mean, mean], rtol=1e-5)
+    means = [  # of each part's own members
+        np.average(np.array(OPPOSITE)[rows == part], 0, COUNTS[rows == part]) + 1 for part in (0, 1)
+    ]
+    np.testing.assert_allclose(weights(server.models)[:2], means, rtol=1e-5)
+    assert abs(means[0][0] - means[1][0]) > 2
     server, rows = at([[1, 1], [5, 5], [0, 0]], 2, [0, 1, 0, 1, 1, 1])
     # Now cluster 1 splits. The updates of cluster 0 agree.
     updates = [[1, 0], [0, 2], [1, 0], [0, -2], [0, 0.1], [0, -0.4]]
@@ -80,8 +82,8 @@ def test_a_second_split_keeps_cluster_ids():
     assert int(server.used) == 3
     models = weights(server.models)
     np.testing.assert_allclose(models[0], [2, 1], rtol=1e-6)
-    share = np.array([2 * 1 - 2 * 1 + 0.1 * 3 - 0.4 * 1]) / 6
-    np.testing.assert_allclose(models[1:], [[5, 5 + share[0]]] * 2, rtol=1e-5)
+    shares = [(2 * 1 + 0.1 * 3) / 4, (-2 * 1 - 0.4 * 1) / 2]
+    np.testing.assert_allclose(models[1:], [[5, 5 + share] for share in shares], rtol=1e-5)
     again, same_rows = receive(algorithm, server, rows, updates)  # there is no free cluster
     np.testing.assert_array_equal(same_rows, rows)
     assert int(again.used) == 3

@@ -110,18 +110,24 @@ def test_fedgh_by_hand():
     assert_kernels(served, A, head)
 
 
-def test_fml_by_hand():
+@pytest.mark.parametrize("classes", [None, [True, True, False]])
+def test_fml_by_hand(classes):
+    """A class that the client does not use has probability 0 in the divergence as well."""
     alpha, beta, b = 0.7, 0.4, HEAD[:, ::-1]
-    algorithm, data = linear.make_classifier("fml", alpha=alpha, beta=beta)
+    unused = 0.0 if classes is None else np.where(classes, 0, -1e9)
+    labels = Y if classes is None else np.minimum(Y, 1)
+    algorithm, data = linear.make_classifier("fml", ys=(labels,), alpha=alpha, beta=beta)
+    if classes is not None:
+        data = data._replace(classes=jnp.asarray([classes]))
     client = Client(deep(A, HEAD), ())
     result = train_client(algorithm, deep(A, b), client, data)
     models = [[A, HEAD], [A, b]]
     for _ in range(STEPS):
-        p = [softmax(X @ a @ head) for a, head in models]
+        p = [softmax(X @ a @ head + unused) for a, head in models]
         for i, weight in enumerate((alpha, beta)):
             a, head = models[i]
             # The gradient of KL(q ‖ p) in the logits of p is p − q.
-            error = p[i] - weight * np.eye(3)[Y] - (1 - weight) * p[1 - i]
+            error = p[i] - weight * np.eye(3)[labels] - (1 - weight) * p[1 - i]
             error /= 4
             models[i] = [
                 a - RATE * X.T @ error @ head.T,

@@ -172,6 +172,35 @@ def test_init_continues_the_error_of_an_earlier_phase():
     chex.assert_trees_all_equal(pair_state.clients[1], state.clients)
 
 
+def test_variances_do_not_become_negative():
+    """With one level, −0.9 is sent as −5 or 0, and a variance of 1 cannot fall by 5."""
+    data, federation = tiny.federated()
+    old = {"batch_stats": {"norm": {"mean": jnp.ones(2), "var": jnp.ones(2)}}}
+    change = np.float32([-0.9, 5])
+
+    def train(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
+        new = jax.tree.map(lambda leaf: leaf + jnp.asarray(change), payload)
+        return ClientResult(new, new, client, {"loss": jnp.zeros(())})
+
+    method = scripted()._replace(
+        init=lambda key, start=None: State(old, (), jnp.arange(6)), train=train
+    )
+    algorithm = compression(federation, data, bits=2)(method)
+    client = jax.tree.map(lambda leaf: leaf[0], algorithm.init(KEY).clients)
+
+    def upload(key: jax.Array) -> Any:
+        result = algorithm.train(old, client, ClientContext(0, (), jnp.int32(0), key))
+        return result.upload, result.client.lost
+
+    sent, lost = jax.jit(jax.vmap(upload))(jax.random.split(KEY, 50))
+    sent, lost = (jax.device_get(tree["batch_stats"]["norm"]) for tree in (sent, lost))
+    assert set(np.unique(sent["mean"][:, 0])) == {-4, 1}
+    assert set(np.unique(sent["var"][:, 0])) == {0, 1}
+    for name in ("mean", "var"):
+        total = np.broadcast_to(1 + change, sent[name].shape)
+        np.testing.assert_allclose(sent[name] + lost[name], total, rtol=1e-5)
+
+
 # Traffic
 
 

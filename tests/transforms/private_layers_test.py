@@ -72,6 +72,8 @@ def test_refused_methods(name):
     """Methods without one shared model, and groups of networks."""
     with pytest.raises(UsageError, match="leave it off"):
         with_private_head(name)
+    with pytest.raises(UsageError, match=r"control.*leave it off"):
+        with_private_head("scaffold")
     with pytest.raises(UsageError, match="without groups"):
         keep_head(by_group((cases.make("fedavg", FEDERATION),) * 2))
 

@@ -16,7 +16,9 @@ model after that training. No peer with other classes is better than it, so on s
 is then Local.
 
 Deviations: models of peers may be stale if clients are sampled. The distance is over parameters.
-BatchNorm statistics are mixed like parameters.
+BatchNorm statistics are mixed like parameters. The authors' code also offers each client the means
+of clusters of clients, adds normalised w to the affinities, and takes the L1 norm by default. A
+client is evaluated with the peers of largest affinity, without ε.
 """
 
 from typing import Any, NamedTuple
