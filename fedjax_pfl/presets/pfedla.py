@@ -14,8 +14,8 @@ from fedjax_pfl.presets.vocabulary import apply_words
 from fedjax_pfl.settings import configuration
 
 # The paper gives no eta. It was chosen by validation accuracy on digits, MNIST, CIFAR-10 and EMNIST
-# and is 0.5, the method's default, unless listed here.
-RATES = {"digits": 1.0, "emnist_digits": 5.0}
+# and is 0.5, the method's default, unless listed here. CIFAR-100 has the network of CIFAR-10.
+RATES = {"digits": 1.0, "emnist_digits": 5.0, "cifar10": 1.0, "cifar100": 1.0}
 # The paper does not say how many images a client has, nor how many times as many of them are in a
 # dominant class. With these values Local, which depends on little else, comes closest to its
 # published accuracies: experiments/papers/pfedla/calibration.py.
