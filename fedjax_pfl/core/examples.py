@@ -102,3 +102,18 @@ def take(data: ClientData | FederatedData, rows: Array, mask: Array) -> Batch:
         return jnp.where(leaf_mask, leaf, jnp.zeros_like(leaf))
 
     return Batch(zero_padding(x), zero_padding(y), mask)
+
+
+def fill_padding(batch: Batch) -> Batch:
+    """Returns a batch whose padding repeats its first real example; the mask stays.
+
+    A network or loss without a gradient at 0, such as a norm, would otherwise return NaN for
+    padding, and 0 times NaN would reach the gradient.
+    """
+    first = jnp.argmax(batch.mask)
+
+    def fill(leaf: Array) -> Array:
+        leaf_mask = batch.mask.reshape(batch.mask.shape + (1,) * (leaf.ndim - 1))
+        return jnp.where(leaf_mask, leaf, leaf[first][None])
+
+    return Batch(fill(batch.x), fill(batch.y), batch.mask)

@@ -21,7 +21,7 @@ from fedjax_pfl.core.example_noise import (
     noised_gradient,
     record_fit,
 )
-from fedjax_pfl.core.examples import Batch, ClientData, Split, take
+from fedjax_pfl.core.examples import Batch, ClientData, Split, fill_padding, take
 from fedjax_pfl.core.metrics import confusion_matrix
 from fedjax_pfl.core.task import Task
 
@@ -226,18 +226,18 @@ def gradient(model: Any, task: Task, data: ClientData) -> Gradient:
     """
 
     def loss(params: PyTree, non_params: PyTree, batch: Batch, key: jax.Array) -> Any:
-        x = batch.x if task.augment is None else task.augment(batch.x, jax.random.fold_in(key, 1))
+        x, y, mask = fill_padding(batch)
+        x = x if task.augment is None else task.augment(x, jax.random.fold_in(key, 1))
         outputs, non_params = model.apply(
             {"params": params, **non_params},
             x,
             train=True,
-            mask=batch.mask,
+            mask=mask,
             rngs={"dropout": key},
             mutable=list(non_params),
         )
-        losses = jnp.where(batch.mask, task.loss(outputs, batch.y, data.classes), 0.0)
-        examples = jnp.sum(batch.mask).astype(jnp.float32)
-        return jnp.sum(losses) / jnp.maximum(examples, 1.0), non_params
+        losses = jnp.where(mask, task.loss(outputs, y, data.classes), 0.0)
+        return jnp.sum(losses) / jnp.maximum(jnp.sum(mask).astype(jnp.float32), 1.0), non_params
 
     return jax.value_and_grad(loss, has_aux=True)
 

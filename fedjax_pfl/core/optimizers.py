@@ -143,11 +143,22 @@ def check(name: str, optimizer: Any) -> None:
             f"{name} cannot be used: it must need gradients and parameters only, no loss, value "
             f"function or other argument ({first_line(error)})"
         ) from error
+    if any(map(_is_random_key, jax.tree.leaves(state))):
+        raise UsageError(
+            f"{name} cannot be used: its state has a random key, and its noise would be equal in "
+            "every round and at every client; see the settings of privacy"
+        )
     if not (trees.same_shapes(updates, params) and trees.same_shapes(new_state, state)):
         raise UsageError(
             f"{name} cannot be used: its updates must have the shapes of the parameters, and its "
             "state must keep its shapes"
         )
+
+
+def _is_random_key(leaf: Any) -> bool:
+    """Returns True for a key of `jax.random`, and for uint32 [2], its form without a type."""
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return is_key or (leaf.dtype == jnp.uint32 and leaf.shape == (2,))
 
 
 # Schedules: the factor of the learning rate as a function of progress, from 0 to 1.
@@ -167,7 +178,10 @@ SCHEDULES: dict[str, Callable[[float, float], optax.Schedule]] = {  # (end, warm
     "linear": lambda end, _: optax.linear_schedule(1.0, end, 1),
     "cosine_decay": lambda end, _: optax.cosine_decay_schedule(1.0, 1, end),
     "exponential_decay": _exponential_decay,
-    "warmup_constant": lambda end, warmup: optax.warmup_constant_schedule(end, 1.0, warmup),
+    "warmup_constant": lambda end, warmup: (
+        # optax keeps the initial value forever if there is no step to leave it in
+        optax.warmup_constant_schedule(end, 1.0, warmup) if warmup else optax.constant_schedule(1.0)
+    ),
     "warmup_cosine_decay": lambda end, warmup: optax.warmup_cosine_decay_schedule(
         end, 1.0, warmup, 1, end
     ),

@@ -1,5 +1,7 @@
 """Arrays in NumPy archives (.npz), such as MedMNIST, and the MATLAB files of Digit-5."""
 
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from fedjax_pfl.data.tables import find_path
 _MNIST = ("mnist_data.mat", "mnistm_with_label.mat")
 _CROPPED = {"svhn": "svhn_{}_32x32.mat", "syn": "synth_{}_32x32.mat"}
 _PARTS = ("train", "test")
+_DAMAGED = (zipfile.BadZipFile, zlib.error)
 
 
 def npz(path: str, *, train: str = "train", test: str = "test") -> Dataset:
@@ -26,9 +29,9 @@ def npz(path: str, *, train: str = "train", test: str = "test") -> Dataset:
     """
     file, name = find_path("npz", path), f"npz:{path}"
     try:
-        with np.load(file, allow_pickle=False) as archive:
+        with open(file, "rb") as opened, np.load(opened, allow_pickle=False) as archive:
             content = {key: archive[key] for key in archive.files}
-    except (OSError, ValueError, EOFError, AttributeError, TypeError) as error:
+    except (*_DAMAGED, OSError, ValueError, EOFError, AttributeError, TypeError) as error:
         raise UsageError(f"{name} cannot be read as a NumPy archive: {first_line(error)}") from None
 
     def read(part: str) -> tuple[np.ndarray, np.ndarray] | None:

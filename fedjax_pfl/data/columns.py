@@ -185,7 +185,7 @@ def _labels(
     Returns y as for `Dataset`, the number of outputs, and metadata: "label", the column's name,
     and "classes", their names, if a row has one class. `parts` are the label columns of the `files`
     for training and testing, `y` the same joined. Raises UsageError for labels with several axes,
-    missing values, or new classes in the test file.
+    missing values, or other class names in the test file.
     """
     name, label, kind = files[0].name, roles.label, roles.label_kind
     setting = f"{source}.label_kind"

@@ -120,6 +120,11 @@ def arrays(
     if x_test is not None and y_test is not None:
         x_test = _to_array(name, "x_test", x_test)
         y_test = _targets(_to_array(name, "y_test", y_test))
+        if (x.dtype == np.uint8) != (x_test.dtype == np.uint8):
+            raise UsageError(
+                f"{name}: x is {x.dtype} and x_test {x_test.dtype}, and only uint8 is scaled to "
+                "[0, 1]: give both or neither as uint8"
+            )
     outputs = _outputs(name, x, y, outputs)
     x_train, y_train = _check_examples(f"{name} (train)", (x, y), (x, y), outputs, owners)
     if x_test is not None and y_test is not None:
@@ -187,6 +192,10 @@ def _outputs(name: str, x: np.ndarray, y: np.ndarray, requested: int | None) -> 
         if not isinstance(requested, int | np.integer) or not 1 <= requested <= _MOST_OUTPUTS:
             raise UsageError(
                 f"{name}: outputs is {requested!r}; use an integer from 1 to {_MOST_OUTPUTS:,}"
+            )
+        if y.dtype.kind in "fb" and requested != y.shape[1]:
+            raise UsageError(
+                f"{name}: outputs is {requested} and y has {y.shape[1]} columns; leave outputs out"
             )
         return int(requested)
     if y.dtype.kind not in "iu":
@@ -339,7 +348,8 @@ def subset(dataset: Dataset, sample_rows: SampleRows) -> Dataset:
     """
     fields, changes = dataset._asdict(), dict[str, Any]()
     if dataset.owner_train is not None:
-        ids = np.unique(dataset.owner_train)
+        owners = (dataset.owner_train, dataset.owner_test)
+        ids = np.unique(np.concatenate([owner for owner in owners if owner is not None]))
         if (rows := sample_rows(len(ids))) is None:
             return dataset
         sampled = ids[rows]

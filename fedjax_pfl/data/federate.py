@@ -74,7 +74,7 @@ def federate(
     request.check_request(dataset, partition, clients, split, held_out, groups)
     if permute_labels and dataset.y_train.ndim > 1:
         raise UsageError(f"{dataset.name} has no classes whose labels could be permuted")
-    request.check_fractions(split, test_fraction, validation_fraction, validation_examples)
+    request.check_fractions(dataset, split, test_fraction, validation_fraction, validation_examples)
     defaults = partitions.partition_settings(partition)
     settings = dict(settings or {})
     request.check_setting_names(f"partition {partition}", settings, defaults)

@@ -6,6 +6,7 @@ examples. The partitions in `owners.BY_OWNER` differ: an example goes to a clien
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -149,10 +150,13 @@ def dominant(
 ) -> Counts:
     """Gives each client all classes, with `ratio` times as many examples of `dominant` random ones.
 
+    Numbers of the other classes are rounded down and dominant classes get the rest, so with few
+    examples the ratio is larger: 17.7 instead of 10 with 600 examples and 6 of 100 classes.
+
     Returns int [N, C], the number of examples of each class on each client.
     References: pFedLA's non-IID.2 (2 dominant classes of 10, 6 of 100).
     Deviations: the paper gives neither the ratio nor the number of examples; both are settings.
-    Raises UsageError if the dataset has too few examples.
+    Raises UsageError if the dataset has too few examples, or a client too few for all classes.
 
     Args:
       dominant: Number of dominant classes per client.
@@ -189,6 +193,11 @@ def dominant(
             + (f"the largest `examples` that fits is {most}" if most else "use fewer clients")
         )
     low, base, extra = sizes(examples)
+    require(
+        low > 0 or not n_rare,
+        f"examples={examples} leaves no example of a rare class with ratio={ratio}: use at least "
+        f"{math.ceil(n_rare + ratio * dominant)}, or a smaller ratio",
+    )
     picks = apportion.pick_classes(capacity(examples), pool.clients, dominant, rng)
     counts = _counts_of(picks, pool.classes, base, extra)
     return np.where(counts > 0, counts, low)

@@ -93,15 +93,22 @@ def check_enough(name: str, partition: str, clients: int, split: str, examples: 
 
 
 def check_fractions(
-    split: str, test: float, validation: float, validation_examples: int | None
+    dataset: Dataset, split: str, test: float, validation: float, validation_examples: int | None
 ) -> None:
     """Raises UsageError if fractions leave no training or no test example.
+
+    It also refuses validation examples of a dataset whose examples overlap.
 
     `test` and `validation` are fractions of the examples; the split `official` ignores `test`.
     `validation_examples` is a number instead of a fraction, or None.
     """
     if split == "pooled" and validation_examples is not None:
         raise UsageError("validation_examples is for split=official or shared: use the fraction")
+    if dataset.overlapping and (validation or validation_examples):
+        raise UsageError(
+            f"windows of {dataset.name} overlap, and validation windows would share values with "
+            "training windows: use validation_fraction=0, or a stride of at least their length"
+        )
     test = 0.0 if split == "official" else test
     if not (0 <= validation < 1 and 0 <= test < 1 and test + validation < 1):
         raise UsageError(

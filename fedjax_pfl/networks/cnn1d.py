@@ -4,6 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.networks import init
 from fedjax_pfl.networks.lowerings.conv import max_pool
 from fedjax_pfl.networks.normalisation import BatchNorm
@@ -55,5 +56,10 @@ class CNN1D(nn.Module):
             else:
                 x = max_pool(x, (2, 1))
             x = nn.relu(x)
+        if x.shape[1] == 0:
+            raise UsageError(
+                f"{len(self.kernels)} poolings leave no step of these windows: use windows of "
+                f"{2 ** len(self.kernels)} steps or more, or fewer cnn1d.kernels"
+            )
         x = jnp.mean(x, (1, 2))
         return init.dense(x.shape[-1], self.outputs, self.head)(x)

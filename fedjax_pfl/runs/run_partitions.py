@@ -72,8 +72,10 @@ def _load(
     )
     task = make_task(config, registry, examples.y, federation)
     if config.augment:
-        if examples.scale is None or len(federation.input_shape) != 3:
-            raise UsageError(f"augment is for images, and {config.dataset} has none; leave it off")
+        if examples.x.dtype != np.uint8 or len(federation.input_shape) != 3:
+            raise UsageError(
+                f"augment is for images of type uint8, and {config.dataset} has none; leave it off"
+            )
         task = task._replace(augment=on_normalised(examples.scale, examples.shift))
     return dataset, PartitionedData(examples=examples, federation=federation._replace(task=task))
 

@@ -11,13 +11,14 @@ import pytest
 
 from fedjax_pfl.core import batches, local_training
 from fedjax_pfl.core.algorithm import ClientContext
-from fedjax_pfl.core.examples import ClientData, FederatedData, Split, client_data
+from fedjax_pfl.core.examples import Batch, ClientData, FederatedData, Split, client_data
 from fedjax_pfl.core.metrics import ACCURACY
 from fedjax_pfl.core.task import Task
 
 KEY = jax.random.key(3)
 SIZES = np.array([0, 1, 3, 5, 8, 11])
 BATCH = 4
+MASK = jnp.array([True, False, False])
 LOG = 24  # steps that the recorder can store
 
 
@@ -285,3 +286,23 @@ def test_huge_batch_size_is_reduced(settings):
     large, program = trained(10**9)
     chex.assert_trees_all_equal(large, trained(1024)[0])
     assert "1000000000" not in program
+
+
+def test_padding_without_a_gradient_leaves_the_gradient_finite():
+    """The norm of an example has no slope at 0, which a padded example would be."""
+
+    class Direction:
+        def apply(self, variables: Any, x: jax.Array, **options: Any) -> Any:
+            return x / jnp.linalg.norm(x, axis=1, keepdims=True) @ variables["params"], {}
+
+    def loss(outputs: jax.Array, y: jax.Array, classes: Any) -> jax.Array:
+        return jnp.linalg.norm(outputs - y, axis=1)
+
+    task = Task(loss, ())
+    gradient = local_training.gradient(Direction(), task, client_data(federated(), 0))
+    x, y, w = jnp.float32([[3, 4]]), jnp.float32([[1]]), jnp.float32([[2], [1]])  # output 2
+    padded = Batch(jnp.pad(x, ((0, 2), (0, 0))), jnp.pad(y, ((0, 2), (0, 0))), MASK)
+    exact = Batch(x, y, MASK[:1])
+    values = [jax.jit(gradient)(w, {}, batch, KEY) for batch in (padded, exact)]
+    chex.assert_trees_all_close(*values, rtol=1e-6)
+    np.testing.assert_allclose(values[0][1], [[0.6], [0.8]], rtol=1e-6)

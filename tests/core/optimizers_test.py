@@ -132,6 +132,11 @@ def test_schedules_equal_optax(name: str):
     assert len(set(expected)) > 2
 
 
+def test_without_warmup_the_rate_is_constant():
+    factor = optimizers.schedule("warmup_constant", 0.1, 0.0)
+    assert [float(factor(t, 10)) for t in (0, 1, 9)] == [1, 1, 1]
+
+
 def test_schedule_over_the_steps_of_a_client():
     """The number of steps follows from the client's examples."""
     schedule = optimizers.schedule("linear", 0.1, 0.0)
@@ -165,8 +170,9 @@ def grows(params: Any) -> optax.GradientTransformation:
         optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
         optax.stateless(lambda updates, params: jax.tree.map(jnp.sum, updates)),
         grows(PARAMS),
+        optax.noisy_sgd(0.1, key=jax.random.key(0)),
     ],
-    ids=["value", "line search", "plateau", "other shapes", "state that grows"],
+    ids=["value", "line search", "plateau", "other shapes", "state that grows", "random key"],
 )
 def test_optimizers_that_need_more_than_gradients_are_errors(optimizer: Any):
     with pytest.raises(UsageError, match=r"^optimizer= cannot be used: [^\n]+$"):

@@ -78,6 +78,15 @@ def test_owner_names_are_stripped():
             lambda: arrays(X, TOKENS > 3, X, TOKENS),
             "arrays (test): y is int32, but bool in train; use one type",
         ),
+        (
+            lambda: arrays(np.uint8(X), Y, X / 48, Y),
+            "arrays: x is uint8 and x_test float32, and only uint8 is scaled to [0, 1]: give both "
+            "or neither as uint8",
+        ),
+        (
+            lambda: arrays(X, X[:, :1], outputs=3),
+            "arrays: outputs is 3 and y has 1 columns; leave outputs out",
+        ),
     ],
 )
 def test_messages_about_arrays(call, line):

@@ -72,6 +72,11 @@ def test_npy_owners_and_fraction(tmp_path: Path):
     assert list(dataset.owner_names) == ["ann", "bob"]
     np.testing.assert_array_equal(dataset.owner_train, np.repeat([0, 1], 10))
     assert len(data.load(name, fraction=0.5).x_train) == 10
+    # Owners of the test set alone are sampled as well.
+    owned = data.arrays(x, y, x, y, owners=np.repeat([0, 1], 10), owners_test=np.repeat([2, 3], 10))
+    half = data.dataset.subset(owned, lambda n: np.arange(n)[1::2])
+    assert (len(half.x_train), len(half.x_test)) == (10, 10)
+    assert (set(half.owner_train), set(half.owner_test)) == ({0}, {1})
 
 
 def test_unreadable_files_are_named(tmp_path: Path):

@@ -39,7 +39,7 @@ def refusal(name, pool, **options):
 @given(st.sampled_from(BY_LABEL), st.integers(0, 99), st.integers(1, 6), st.booleans())
 def test_counts_never_exceed_the_pool(name, seed, clients, uneven):
     available = rng(seed).integers(60, 90, 6) if uneven else np.full(6, 80)
-    small = {"examples": 20} if "examples" in partitions.partition_settings(name) else {}
+    small = {"examples": 24} if "examples" in partitions.partition_settings(name) else {}
     small |= {"domains": 1} if name == "domains" else {}
     pool = Pool(available, clients, np.array([0, 0, 1, 1, 2, 2]))
     counts = PARTITIONS[name](pool, rng(seed), **small)
@@ -114,6 +114,11 @@ def test_dominant_counts_by_hand():
     size = int(size)
     partitions.dominant(Pool(DIGITS, 10), rng(), examples=size)
     assert size >= 150
+    # 8 rare classes and 2 of weight 10: one example of each rare class needs 28.
+    line = refusal("dominant", Pool(DIGITS, 10), examples=27)
+    assert "examples=27 leaves no example of a rare class" in line
+    assert "use at least 28" in line
+    assert partitions.dominant(Pool(DIGITS, 10), rng(), examples=28).min() == 1
 
 
 def test_shares_of_a_class_sum_to_one():

@@ -223,6 +223,7 @@ def test_details_of_readers(tmp_path, monkeypatch):
     Path("PAMAP2_Dataset/Protocol/subject101.dat").write_text("1 2\n")
     Path("Digit-Five/usps_28x28.mat").unlink()
     Path("bad.npz").write_bytes(b"no")
+    Path("cut.npz").write_bytes(Path("chest.npz").read_bytes()[:200])
     for name, line in (
         ("har:UCI HAR Dataset", "files of test have different numbers of rows"),
         ("har:Digit-Five", "has no file y_train.txt"),
@@ -230,6 +231,7 @@ def test_details_of_readers(tmp_path, monkeypatch):
         ("pamap2:Digit-Five", "no file that ends with .dat"),
         ("digit5:Digit-Five", "has no file usps_28x28.mat"),
         ("npz:bad.npz", "cannot be read as a NumPy archive"),
+        ("npz:cut.npz", "cannot be read as a NumPy archive"),
         ("npz:none.npz", "there is no such file"),
     ):
         assert line in message(load, name)

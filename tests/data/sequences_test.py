@@ -144,7 +144,10 @@ def test_windows_are_within_training_or_test_rows_of_one_owner(tmp_path):
     assert dataset.overlapping
     line = message(lambda: federate(dataset, "natural", clients=2))
     assert re.search(r"overlap.* use split=official", line)
-    data, _ = federate(dataset, "natural", clients=2, split="official")
+    official = {"clients": 2, "split": "official"}
+    line = message(lambda: federate(dataset, "natural", validation_fraction=0.2, **official))
+    assert re.search(r"overlap.* use validation_fraction=0", line)
+    data, _ = federate(dataset, "natural", **official)
     x = data.x[data.train.rows[:, :2]]
     np.testing.assert_allclose([x.mean(), x.std()], [0, 1], atol=1e-6)
     line = message(lambda: load(path, owner="who", label="next", length=30))

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.core import trees
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.networks import (
     CNN,
+    CNN1D,
     MLP,
     DropoutCNN,
     LeNet,
@@ -100,6 +102,12 @@ def test_group_norm_is_independent_of_other_examples():
     variables = jax.jit(model.init)(jax.random.key(1), x)
     run = jax.jit(lambda x: model.apply(variables, x, train=True))
     np.testing.assert_allclose(run(x)[:1], run(x.at[1:].set(0))[:1], rtol=1e-5, atol=1e-7)
+
+
+def test_windows_too_short_for_the_poolings_are_refused():
+    with pytest.raises(UsageError, match="use windows of 8 steps or more"):
+        shapes(CNN1D(kernels=(2, 2, 2)), 7, 3)
+    assert trees.size(shapes(CNN1D(kernels=(2, 2, 2)), 8, 3)["params"]) > 0
 
 
 def test_dropout_cnn_equals_lax():
