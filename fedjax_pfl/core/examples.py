@@ -82,38 +82,24 @@ def client_data(data: FederatedData, i: Array) -> ClientData:
 def take(data: ClientData | FederatedData, rows: Array, mask: Array) -> Batch:
     """Gathers examples, normalises `x` and maps `y`.
 
+    Padding repeats the first real example: a network or loss without a gradient at 0, such as a
+    norm, would return NaN for zeros, and 0 times NaN would reach the gradient.
+
     Args:
       data: Data of one client. `FederatedData` also works if it has no label map.
       rows: int32 [B], rows of the flat arrays; ignored where `mask` is False.
       mask: bool [B].
 
     Returns:
-      A batch whose padding has zero examples and zero labels.
+      A batch. If all of it is padding, examples and labels are zeros.
     """
-    x = data.x[jnp.where(mask, rows, 0)]
+    rows = jnp.where(mask, rows, rows[jnp.argmax(mask)])
+    has_examples = jnp.any(mask)
+    rows = jnp.where(has_examples, rows, 0)
+    x = data.x[rows]
     if data.scale is not None and data.shift is not None:
         x = x.astype(jnp.float32) * data.scale + data.shift
-    y = data.y[jnp.where(mask, rows, 0)]
+    y = data.y[rows]
     if data.label_map is not None:
         y = data.label_map[y]
-
-    def zero_padding(leaf: Array) -> Array:
-        leaf_mask = mask.reshape(mask.shape + (1,) * (leaf.ndim - mask.ndim))
-        return jnp.where(leaf_mask, leaf, jnp.zeros_like(leaf))
-
-    return Batch(zero_padding(x), zero_padding(y), mask)
-
-
-def fill_padding(batch: Batch) -> Batch:
-    """Returns a batch whose padding repeats its first real example; the mask stays.
-
-    A network or loss without a gradient at 0, such as a norm, would otherwise return NaN for
-    padding, and 0 times NaN would reach the gradient.
-    """
-    first = jnp.argmax(batch.mask)
-
-    def fill(leaf: Array) -> Array:
-        leaf_mask = batch.mask.reshape(batch.mask.shape + (1,) * (leaf.ndim - 1))
-        return jnp.where(leaf_mask, leaf, leaf[first][None])
-
-    return Batch(fill(batch.x), fill(batch.y), batch.mask)
+    return Batch(*(jnp.where(has_examples, leaf, jnp.zeros_like(leaf)) for leaf in (x, y)), mask)

@@ -21,7 +21,7 @@ from fedjax_pfl.core.example_noise import (
     noised_gradient,
     record_fit,
 )
-from fedjax_pfl.core.examples import Batch, ClientData, Split, fill_padding, take
+from fedjax_pfl.core.examples import Batch, ClientData, Split, take
 from fedjax_pfl.core.metrics import confusion_matrix
 from fedjax_pfl.core.task import Task
 
@@ -226,7 +226,7 @@ def gradient(model: Any, task: Task, data: ClientData) -> Gradient:
     """
 
     def loss(params: PyTree, non_params: PyTree, batch: Batch, key: jax.Array) -> Any:
-        x, y, mask = fill_padding(batch)
+        x, y, mask = batch
         x = x if task.augment is None else task.augment(x, jax.random.fold_in(key, 1))
         outputs, non_params = model.apply(
             {"params": params, **non_params},

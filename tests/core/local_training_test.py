@@ -11,14 +11,13 @@ import pytest
 
 from fedjax_pfl.core import batches, local_training
 from fedjax_pfl.core.algorithm import ClientContext
-from fedjax_pfl.core.examples import Batch, ClientData, FederatedData, Split, client_data
+from fedjax_pfl.core.examples import ClientData, FederatedData, Split, client_data, take
 from fedjax_pfl.core.metrics import ACCURACY
 from fedjax_pfl.core.task import Task
 
 KEY = jax.random.key(3)
 SIZES = np.array([0, 1, 3, 5, 8, 11])
 BATCH = 4
-MASK = jnp.array([True, False, False])
 LOG = 24  # steps that the recorder can store
 
 
@@ -298,11 +297,19 @@ def test_padding_without_a_gradient_leaves_the_gradient_finite():
     def loss(outputs: jax.Array, y: jax.Array, classes: Any) -> jax.Array:
         return jnp.linalg.norm(outputs - y, axis=1)
 
-    task = Task(loss, ())
-    gradient = local_training.gradient(Direction(), task, client_data(federated(), 0))
-    x, y, w = jnp.float32([[3, 4]]), jnp.float32([[1]]), jnp.float32([[2], [1]])  # output 2
-    padded = Batch(jnp.pad(x, ((0, 2), (0, 0))), jnp.pad(y, ((0, 2), (0, 0))), MASK)
-    exact = Batch(x, y, MASK[:1])
-    values = [jax.jit(gradient)(w, {}, batch, KEY) for batch in (padded, exact)]
-    chex.assert_trees_all_close(*values, rtol=1e-6)
-    np.testing.assert_allclose(values[0][1], [[0.6], [0.8]], rtol=1e-6)
+    x, y, w = jnp.float32([[3, 4], [5, 6]]), jnp.float32([[1], [1]]), jnp.float32([[2], [1]])
+    data = client_data(federated()._replace(x=x, y=y), 0)
+    gradient = local_training.gradient(Direction(), Task(loss, ()), data)
+
+    @jax.jit
+    def slope(mask: jax.Array) -> Any:
+        batch = take(data, jnp.array([0, 1, 1]), mask)
+        return batch, gradient(w, {}, batch, KEY)
+
+    for padding in (2, 3):
+        batch, ((value, _), grads) = slope(jnp.arange(3) < 3 - padding)
+        real = padding == 2  # the output of the first example is 2
+        np.testing.assert_array_equal(batch.x, np.float32([[3, 4]] * 3) * real)
+        np.testing.assert_allclose(value, 1.0 * real, rtol=1e-6)
+        if real:
+            np.testing.assert_allclose(grads, [[0.6], [0.8]], rtol=1e-6)
