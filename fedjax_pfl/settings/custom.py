@@ -170,25 +170,38 @@ def _optimizer(kind: str, optimizer: Any) -> tuple[str, Callable[..., Any]]:
     return f"own-{hashlib.sha256(_content(optimizer).encode()).hexdigest()[:16]}", create
 
 
-def _content(value: Any) -> str:
-    """Returns a value's content as text; a function's with its code and all it closes over."""
+def _content(value: Any, outer: tuple[Any, ...] = ()) -> str:
+    """Returns a value's content as text; a function's with its code and all it closes over.
+
+    An object's content is its type and attributes. `outer` has the values that contain this one.
+    """
+    if any(value is container for container in outer):
+        return "a value that contains it"
+
+    def content(part: Any) -> str:
+        return _content(part, (*outer, value))
+
     if isinstance(value, functools.partial):
-        return _content((value.func, value.args, value.keywords))
+        return content((value.func, value.args, value.keywords))
+    if inspect.ismethod(value):
+        return content((value.__func__, value.__self__))
     if inspect.isfunction(value):
-        closed = [_content(_cell_contents(cell)) for cell in value.__closure__ or ()]
-        defaults = _content((value.__defaults__, value.__kwdefaults__))
+        closed = [content(_cell_contents(cell)) for cell in value.__closure__ or ()]
+        defaults = content((value.__defaults__, value.__kwdefaults__))
         code = _code_text(value.__code__)
         return f"{value.__module__}.{value.__qualname__}{code}{closed}{defaults}"
     if isinstance(value, Mapping):
-        return f"{[(repr(key), _content(item)) for key, item in value.items()]}"
+        return f"{[(repr(key), content(item)) for key, item in value.items()]}"
     if isinstance(value, tuple | list):
-        return f"{type(value).__name__}{[_content(item) for item in value]}"
+        return f"{type(value).__name__}{[content(item) for item in value]}"
     if hasattr(value, "dtype") and hasattr(value, "tobytes"):
         return f"{value.dtype}{np.asarray(value).tobytes()!r}"
     if isinstance(value, bool | int | float | str | None):
         return repr(value)
     # The repr of other objects has their address, which differs between processes.
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    attributes = {} if isinstance(value, type) else getattr(value, "__dict__", {})
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    return f"{name}{content(attributes)}" if attributes else name
 
 
 def _cell_contents(cell: Any) -> Any:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import numpy as np
+import optax
 import pytest
 
 import fedjax_pfl
@@ -134,6 +135,27 @@ print(custom._code_text(scope["typed"].__code__))
         for seed in ("1", "2", "3")
     }
     assert len(outputs) == 1
+
+
+class Rate:
+    """Schedule with a value of its own, and a reference to itself."""
+
+    def __init__(self, value):
+        self.value, self.owner = value, self
+
+    def __call__(self, count):
+        return self.value
+
+    def at(self, count):
+        return self.value
+
+
+@pytest.mark.parametrize("schedule", [Rate, lambda value: Rate(value).at])
+def test_names_of_optimizers_depend_on_the_attributes_of_a_schedule(schedule):
+    def name(value):
+        return custom.register({}, optimizer=optax.sgd(schedule(value)))[1]["optimizer"]
+
+    assert name(0.1) == name(0.1) != name(0.2)
 
 
 def test_dataset_digests_depend_on_everything_but_the_name():
