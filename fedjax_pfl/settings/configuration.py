@@ -355,7 +355,8 @@ def _check_combinations(config: ConfigDict, prefix: str) -> None:
                 f"{prefix}{name} is {config[name]}, and there are {count} clients; choose 1 to "
                 f"{count}"
             )
-    if config.test_fraction + config.validation_fraction >= 1:
+    # split=official ignores test_fraction.
+    if config.split != "official" and config.test_fraction + config.validation_fraction >= 1:
         raise UsageError("test_fraction and validation_fraction leave nothing to train on")
 
 

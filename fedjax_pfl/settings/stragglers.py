@@ -136,4 +136,6 @@ def read_trace(path: str, clients: int) -> list[np.ndarray]:
 
 def _has_names(lines: Sequence[Sequence[str]]) -> bool:
     """Returns True if the first line of a CSV file has names instead of numbers."""
-    return bool(lines) and not any(cell.strip()[:1].isdigit() for cell in lines[0])
+    if not lines:
+        return False
+    return not any(cell.strip().lstrip("+-.")[:1].isdigit() for cell in lines[0])

@@ -180,6 +180,11 @@ def test_complete_changes_only_the_given_settings():
     assert config.to_dict() == default.to_dict()
 
 
+def test_the_official_split_ignores_test_fraction():
+    checked({"split": "official", "test_fraction": 0.2, "validation_fraction": 0.8})
+    assert "leave nothing to train on" in message({"validation_fraction": 0.8})
+
+
 # Phases, groups and differences.
 
 

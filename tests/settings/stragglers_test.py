@@ -34,6 +34,13 @@ def test_a_trace_is_read_exactly(tmp_path, name):
     np.testing.assert_array_equal(read_trace(path, 3), columns)
 
 
+@pytest.mark.parametrize("names", ["", "step_seconds\n"])
+def test_a_first_number_may_start_with_a_point(tmp_path, names):
+    (tmp_path / "trace.csv").write_text(f"{names}.02\n+.03\n0.04\n")
+    (seconds,) = read_trace(str(tmp_path / "trace.csv"), 3)
+    np.testing.assert_array_equal(seconds, np.float32([0.02, 0.03, 0.04]))
+
+
 @pytest.mark.parametrize(
     ("text", "fragment"),
     [
