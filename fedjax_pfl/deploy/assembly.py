@@ -10,19 +10,20 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from fedjax_pfl import transforms
-from fedjax_pfl.core import jaxprs
+from fedjax_pfl.core import jaxprs, trees
 from fedjax_pfl.core.algorithm import Federation, PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.data.partition import PartitionedData
 from fedjax_pfl.deploy.node_file import DATA_SETTINGS
-from fedjax_pfl.deploy.programs import Method
+from fedjax_pfl.deploy.programs import Method, ServerPrograms
 from fedjax_pfl.runs.build import Experiment
 from fedjax_pfl.runs.phase import Phase
 from fedjax_pfl.runs.phase_inputs import PhaseInputs
 from fedjax_pfl.runs.run_partitions import make_task
 from fedjax_pfl.settings import configuration, custom
 from fedjax_pfl.settings.general import settings_with
+from fedjax_pfl.simulation import forecast
 from fedjax_pfl.simulation.execution_plan import Plan
 
 
@@ -196,6 +197,39 @@ def build_method(
         phases=(phase,), partitions=(PartitionedData(data, federation),), remarks=()
     )
     return experiment, method
+
+
+def build_server(
+    settings: ConfigDict, registry: configuration.Registry, federation: Mapping[str, Any]
+) -> tuple[Experiment, Method, ServerPrograms]:
+    """Builds the experiment record, the method and the programs of the server.
+
+    `federation` passes `schema.FEDERATION`. Raises UsageError if the method does not suit the data,
+    or if memory is too small.
+    """
+    try:
+        experiment, method = build_method(settings, registry, federation)
+        programs = ServerPrograms(method, experiment.data, experiment.phases[0].inputs.cohort)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            "no method can be built for the data that the nodes describe "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+    def size(tree: Any) -> int:
+        return sum(map(trees.leaf_bytes, jax.tree.leaves(tree)))
+
+    client_bytes = max(size((group.payload, group.result.upload)) for group in programs.shapes)
+    needed = size(programs.shapes[0].state) + client_bytes * programs.cohort
+    if shortage := forecast.shortage(forecast.Requirement(needed, 0, 0), forecast.capacity()):
+        raise UsageError(
+            f"the server needs {shortage} for the data that the nodes describe (the state, and the "
+            f"messages of {programs.cohort} clients in a round); use a smaller model, or check the "
+            "JSON files that tell the nodes where their examples are"
+        )
+    return experiment, method, programs
 
 
 def observe_server_state(method: Method, state: State) -> dict[str, np.ndarray]:

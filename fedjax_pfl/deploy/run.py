@@ -11,21 +11,18 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
-from ml_collections import ConfigDict
 
-from fedjax_pfl.core import trees
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import assembly, enrolment, schema, server, storage
 from fedjax_pfl.deploy.lines import one_line, to_stderr
-from fedjax_pfl.deploy.programs import Method, ServerPrograms
+from fedjax_pfl.deploy.programs import Method
 from fedjax_pfl.deploy.schema import TRAIN, InvalidError
 from fedjax_pfl.deploy.server import PendingRequests, Server, ServerState
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs import checkpoints, progress, resume, run_directory, run_state
 from fedjax_pfl.runs.build import Experiment
 from fedjax_pfl.runs.run_state import SweepRun
-from fedjax_pfl.settings import configuration
-from fedjax_pfl.simulation import forecast, ledger, summaries
+from fedjax_pfl.simulation import ledger, summaries
 from fedjax_pfl.simulation.records import Evaluation
 
 DEPLOYED_FILE = "deployed.json"  # name of the run, number of starts and federation
@@ -106,7 +103,7 @@ def run(
             waiting.tries,
             log_line,
         )
-        experiment, method, programs = _build_server(settings, registry, federation)
+        experiment, method, programs = assembly.build_server(settings, registry, federation)
         running = _Run(
             experiment=experiment,
             method=method,
@@ -135,39 +132,6 @@ def run(
             return running.run_to_end(server_state)
         finally:
             running.sweep_run.close_loggers()
-
-
-def _build_server(
-    settings: ConfigDict, registry: configuration.Registry, federation: Mapping[str, Any]
-) -> tuple[Experiment, Method, ServerPrograms]:
-    """Builds the experiment record, the method and the programs of the server.
-
-    `federation` passes `schema.FEDERATION`. Raises UsageError if the method does not suit the data,
-    or if memory is too small.
-    """
-    try:
-        experiment, method = assembly.build_method(settings, registry, federation)
-        programs = ServerPrograms(method, experiment.data, experiment.phases[0].inputs.cohort)
-    except UsageError:
-        raise
-    except Exception as error:
-        raise UsageError(
-            "no method can be built for the data that the nodes describe "
-            f"({type(error).__name__}: {error})"
-        ) from error
-
-    def size(tree: Any) -> int:
-        return sum(map(trees.leaf_bytes, jax.tree.leaves(tree)))
-
-    client_bytes = max(size((group.payload, group.result.upload)) for group in programs.shapes)
-    needed = size(programs.shapes[0].state) + client_bytes * programs.cohort
-    if shortage := forecast.shortage(forecast.Requirement(needed, 0, 0), forecast.capacity()):
-        raise UsageError(
-            f"the server needs {shortage} for the data that the nodes describe (the state, and the "
-            f"messages of {programs.cohort} clients in a round); use a smaller model, or check the "
-            "JSON files that tell the nodes where their examples are"
-        )
-    return experiment, method, programs
 
 
 def _read_start_record(directory: Path, *, saved: bool) -> dict[str, Any]:

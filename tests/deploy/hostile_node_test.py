@@ -118,7 +118,7 @@ def test_only_a_valid_description_is_stored(tmp_path):
 def test_a_description_that_no_method_fits_is_not_stored(path, value, line, tmp_path, monkeypatch):
     """The run has one node, so no other node contradicts the description."""
     capacity = forecast.Capacity(1e9, 1e9, math.inf, False)
-    monkeypatch.setattr(run.forecast, "capacity", lambda: capacity)
+    monkeypatch.setattr(forecast, "capacity", lambda: capacity)
     config = {**ONE_ROUND, "clients": 1, "clients_per_round": 1}
     data = [{**NODE_DATA, "clients": 1, "client": 0}]
     nodes = HostileNodes(tmp_path, describing(path, value), hostile=0, n=1, data=data)
