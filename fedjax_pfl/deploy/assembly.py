@@ -39,6 +39,7 @@ def complete(user_settings: Mapping[str, Any]) -> tuple[ConfigDict, configuratio
     simulation_only = {
         "dropout": settings.dropout > 0,
         "sampling": settings.sampling != "random",
+        "participants": settings.participants != "active",
         "step_seconds": settings.step_seconds is not None,
         "speed_trace": settings.speed_trace != "",
         "phases": len(settings.phases) > 0,

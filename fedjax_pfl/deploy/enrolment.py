@@ -118,13 +118,14 @@ def build_federation(
         "stored_dtype": descriptions[0]["stored_dtype"],
     }
     if "sums" in descriptions[0]:
-        federation |= _moments([description["sums"] for description in descriptions])
+        active = descriptions[: len(descriptions) - settings.held_out]  # as in a simulation
+        federation |= _moments([description["sums"] for description in active])
     schema.FEDERATION(federation, "federation")
     return federation
 
 
 def _moments(sums: list[Any]) -> dict[str, Any]:
-    """Returns lists "mean" and "deviation" of each column over the training examples of all nodes.
+    """Returns lists "mean" and "deviation" of each column over the training examples of nodes.
 
     The deviation of a constant column is 1.
     `sums` has each node's count `n`, and mean and sum of squared deviations `m2` of each column.

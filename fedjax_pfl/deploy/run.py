@@ -83,10 +83,11 @@ def run(
 
     settings, registry = assembly.complete(user_settings)
     config = {**assembly.to_plain(settings, registry), "deployed": True}
-    if waiting.min_answers > (settings.clients_per_round or settings.clients):
+    cohort = settings.clients_per_round or settings.clients - settings.held_out
+    if waiting.min_answers > cohort:
         raise UsageError(
-            f"min_answers is {waiting.min_answers}, and a round has only "
-            f"{settings.clients_per_round or settings.clients} clients; use a smaller number"
+            f"min_answers is {waiting.min_answers}, and a round has only {cohort} clients; use a "
+            "smaller number"
         )
     node_settings = assembly.node_settings(user_settings)
     with run_directory.claim(Path(workdir), config, lambda: _LENGTH_IS_FIXED) as directory:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -198,6 +199,15 @@ def test_moments_of_two_nodes_equal_those_of_all_examples():
     moments = enrolment._moments(sums)
     np.testing.assert_allclose(moments["mean"], x.mean(0), rtol=1e-12)
     np.testing.assert_allclose(moments["deviation"], x.std(0), rtol=1e-12)
+
+
+def test_held_out_nodes_do_not_change_the_normalisation():
+    others = replace_at(DESCRIPTION, "sums", {"n": 30, "mean": [1000.0, 50.0], "m2": [9.0, 9.0]})
+    described = {0: DESCRIPTION, 1: DESCRIPTION, 2: others}
+    settings = SimpleNamespace(held_out=1, groups=())
+    federation = enrolment.build_federation(described, settings)
+    assert federation["mean"] == DESCRIPTION["sums"]["mean"]
+    np.testing.assert_allclose(federation["deviation"], [np.sqrt(2.5 / 30), 1.0], rtol=1e-12)
 
 
 def test_moments_at_the_bounds_are_finite():

@@ -207,6 +207,7 @@ def test_a_user_defined_method_runs_at_nodes_that_list_it(tmp_path, monkeypatch)
         ({"speed_trace": "x.csv"}, "speed_trace is for simulations"),
         ({"phases": ({"rounds": 1},)}, "phases"),
         ({"seeds": 2}, "seeds"),
+        ({"participants": "held_out", "held_out": 2}, "participants is for simulations"),
         ({"own_partitions": True}, "own_partitions"),
         ({"sampling": "cyclic"}, "sampling is for simulations"),
         ({"initial_weights": "w.safetensors"}, "initial_weights is for simulations"),
@@ -216,3 +217,9 @@ def test_a_user_defined_method_runs_at_nodes_that_list_it(tmp_path, monkeypatch)
 def test_simulation_settings_are_refused(changes, word, tmp_path):
     assert word in message(Nodes(tmp_path, 3).run, {**CONFIG, **changes}, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_held_out_clients_give_no_answers_in_a_round(tmp_path):
+    config = {**CONFIG, "held_out": 2, "clients_per_round": None}
+    line = message(lambda: Nodes(tmp_path, 3).run(config, tmp_path / "run", min_answers=2))
+    assert line.startswith("min_answers is 2, and a round has only 1 clients")
