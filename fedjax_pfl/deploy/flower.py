@@ -9,7 +9,7 @@ import hashlib
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,6 +119,13 @@ class FlowerExchange:
         while (online := len(self.nodes())) < self.count and time.monotonic() < deadline:
             time.sleep(1)
         return online
+
+    def wait_for_return(self, clients: Iterable[int], seconds: float) -> None:
+        """Waits for one of the `clients` that are offline now, see `run.Exchange`."""
+        deadline = time.monotonic() + seconds
+        offline = set(clients) - set(self.nodes())
+        while offline and not offline & set(self.nodes()) and time.monotonic() < deadline:
+            time.sleep(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
 
     def nodes(self) -> dict[int, OnlineNode]:
         """Returns the online nodes by client id, identified by registered name and key."""

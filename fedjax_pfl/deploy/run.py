@@ -6,7 +6,7 @@ An `Exchange` carries the bytes between the server and the nodes.
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -41,11 +41,17 @@ class Exchange(Protocol):
         Stops when all clients have responded or after `seconds` (None: waits without a limit).
         """
 
+    def wait_for_return(self, clients: Iterable[int], seconds: float) -> None:
+        """Waits up to `seconds` until one of the `clients` that are offline now is online.
+
+        Returns at once if all are online.
+        """
+
 
 class Waiting(NamedTuple):
     """Limits on waiting for clients."""
 
-    seconds: float = 600.0  # time for the responses of a round
+    seconds: float = 600.0  # time for the responses of a round, and for offline nodes to return
     min_answers: int = 1  # accepted responses that a round needs; with fewer it is repeated
     tries: int = 10  # repetitions of one round after which the run stops
 
@@ -180,7 +186,7 @@ class _Run(NamedTuple):
         sweep_run, end, failed_attempts = self.sweep_run, self.experiment.phases[0].end, 0
         run_state.sync_files(sweep_run)
         while sweep_run.at.round < end:
-            round_before = sweep_run.at.round
+            round_before, started = sweep_run.at.round, time.monotonic()
             server_state = self.run_round(server_state)
             failed_attempts = failed_attempts + 1 if sweep_run.at.round == round_before else 0
             if failed_attempts > self.waiting.tries:
@@ -188,7 +194,13 @@ class _Run(NamedTuple):
                     f"round {round_before + 1} had fewer than {self.waiting.min_answers} accepted "
                     f"responses {failed_attempts} times; check the nodes, then run the same command"
                 )
+            if failed_attempts:
+                cohort = server.sample(self.server, round_before)
+                self.wait_for_return(cohort, started)
         rows = run_state.client_rows(self.experiment, sweep_run.at)
+        counts = self.server.request_facts["federation"]["counts"]
+        for row in rows:  # An absent client has no scores, but it may have test examples.
+            row["test_examples"] = counts[row["client"]]["test"]
         with sweep_run.writing():
             run_directory.write_clients(self.directory, rows)
             run_directory.write_traffic(self.directory, sweep_run.at.ledger)
@@ -303,11 +315,24 @@ class _Run(NamedTuple):
             self.log(f"{stage}: client {i} is absent")
         return responses, (sum(map(len, pending.requests.values())), bytes_up)
 
+    def wait_for_return(self, clients: Iterable[int], started: float) -> None:
+        """Waits for an offline client until `waiting.seconds` after `started`, monotonic time."""
+        seconds_left = started + self.waiting.seconds - time.monotonic()
+        self.exchange.wait_for_return(clients, seconds_left)
+
     def evaluate(self, server_state: ServerState, t: int, *, last: bool) -> Evaluation:
-        """Evaluates all clients after `t` rounds; absent clients have no scores."""
-        client_ids = range(self.method.federation.clients)
+        """Evaluates all clients after `t` rounds; absent clients have no scores.
+
+        With `last` clients save their models, so absent ones get their request a second time.
+        """
+        client_ids, started = range(self.method.federation.clients), time.monotonic()
         pending = server.open_evaluation(self.server, server_state, t, client_ids, last=last)
         responses, _ = self.collect(pending, server.read_scores)
+        if last and len(responses) < len(client_ids):
+            absent = {i: pending.requests[i] for i in client_ids if i not in responses}
+            self.wait_for_return(absent, started)
+            again, _ = self.collect(pending._replace(requests=absent), server.read_scores)
+            responses |= again
         return server.stack_scores(self.server, responses)
 
     def record_evaluation(self, server_state: ServerState, scores: Evaluation) -> None:

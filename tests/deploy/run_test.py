@@ -53,6 +53,9 @@ class Nodes:
             self.responses.append(self.respond(i, content))
             yield i, self.responses[-1]
 
+    def wait_for_return(self, clients, seconds):
+        """Returns at once: all nodes are online."""
+
     def respond(self, i, content):
         """Returns a node's response; hostile nodes override it."""
         return node.respond(self.nodes[i], content)
@@ -170,6 +173,42 @@ def test_a_run_with_different_files_at_the_nodes(tmp_path):
         nodes.run(config, tmp_path / "differ")
     line = "client 1 cannot enrol: its input_shape differs from that of client 0"
     assert line in nodes.log_lines[-1]
+
+
+class Absent(Nodes):
+    """Nodes that miss some requests; in the end only client 2 misses the evaluation."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.missed, self.waits = {"train": {0, 1, 2}, "evaluate": {1, 2}}, []
+
+    def ask(self, requests, seconds):
+        kinds = {i: wire.decode(c, len(c)).facts["kind"] for i, c in requests.items()}
+        online = {i: c for i, c in requests.items() if i not in self.missed.get(kinds[i], ())}
+        return super().ask(online, seconds)
+
+    def wait_for_return(self, clients, seconds):
+        self.waits.append((sorted(clients), seconds))
+        self.missed = {"evaluate": {2} if len(self.waits) > 1 else {1, 2}}
+
+
+def test_absent_nodes_are_asked_again(tmp_path):
+    """Asks again for a round and for the last evaluation, when a node is back."""
+    shared = {"dataset": "wine", "clients": 3, "partition": "iid"}
+    split = {"test_fraction": 0.25, "validation_fraction": 0.25}
+    nodes = Absent(tmp_path, 3, data=[{**shared, **split, "client": i} for i in range(3)])
+    changes = {"rounds": 1, "evaluate_after": False, "clients_per_round": None}
+    result = nodes.run({**CONFIG, **changes}, tmp_path / "run", seconds=500)
+    assert [clients for clients, _ in nodes.waits] == [[0, 1, 2], [1, 2]]
+    assert all(0 < seconds <= 500 for _, seconds in nodes.waits)
+    assert all(row["test_examples"] > 0 for row in result.clients)
+    assert [row["before_accuracy"] is None for row in result.clients] == [False, False, True]
+    for i in range(2):
+        (path,) = (tmp_path / f"node-{i}").glob("run-*/model.safetensors")
+        assert export.describe(path)["client"] == i
+    assert not list((tmp_path / "node-2").glob("run-*/model.safetensors"))
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert "have no test examples" not in report
 
 
 def test_a_user_defined_method_runs_at_nodes_that_list_it(tmp_path, monkeypatch):
