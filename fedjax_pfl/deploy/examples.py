@@ -30,6 +30,7 @@ class NodeExamples(NamedTuple):
 
     data: FederatedData  # of one client
     facts: dict[str, Any]  # description; passes `schema.NODE_DESCRIPTION`
+    metadata: Mapping[str, Any] | None = None  # stays at the node: normalisation of shared data
 
     def digest(self) -> str:
         """Returns a SHA-256 digest of the examples, which never leaves the node."""
@@ -118,7 +119,7 @@ def _read_shared(
         **split,
     )
     arrays = single_client(all_arrays, i)
-    return NodeExamples(arrays, _facts(arrays, federation))
+    return NodeExamples(arrays, _facts(arrays, federation), federation.metadata)
 
 
 def _facts(arrays: FederatedData, federation: Federation, **optional_facts: Any) -> dict[str, Any]:
@@ -189,7 +190,7 @@ def normalise(examples: NodeExamples, description: Mapping[str, Any], i: int) ->
     Examples that need no normalisation keep their values.
     Raises InvalidError if the federation's description does not fit these examples.
     """
-    arrays, facts = examples
+    arrays, facts = examples.data, examples.facts
     counts, shared = description["counts"], schema.shared_fields(facts)
     if i >= len(counts) or counts[i] != facts["counts"] or description["alike"] != shared:
         raise InvalidError(

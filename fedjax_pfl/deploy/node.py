@@ -200,6 +200,9 @@ def _client(
     data = examples.normalise(node_examples, description, i)
     _, method = assembly.build_method(settings, registry, description, data)
     group = method.group(i)
+    federation = method.federation
+    if node_examples.metadata is not None:
+        federation = federation._replace(metadata=node_examples.metadata)
 
     def save_model(variables: PyTree, t: int) -> None:
         """Writes the client's model after `t` rounds, and the names of its classes."""
@@ -207,7 +210,7 @@ def _client(
             algorithm=settings.algorithm,
             dataset=str(node.file.data["dataset"]),
             seed=settings.seed,
-            federation=method.federation,
+            federation=federation,
         )
         content = export.pack(
             result,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.data import federate, load
 from fedjax_pfl.deploy import node, node_file, run, schema, wire
 from fedjax_pfl.report import loggers, page, run_reader
 from fedjax_pfl.runs import export, runner
@@ -203,9 +204,11 @@ def test_absent_nodes_are_asked_again(tmp_path):
     assert all(0 < seconds <= 500 for _, seconds in nodes.waits)
     assert all(row["test_examples"] > 0 for row in result.clients)
     assert [row["before_accuracy"] is None for row in result.clients] == [False, False, True]
+    metadata = federate(load("wine"), "iid", clients=3, **split)[1].metadata
     for i in range(2):
         (path,) = (tmp_path / f"node-{i}").glob("run-*/model.safetensors")
-        assert export.describe(path)["client"] == i
+        scale = export.describe(path)["scale"]
+        np.testing.assert_allclose(scale, 1 / np.array(metadata["input_deviation"]), rtol=1e-6)
     assert not list((tmp_path / "node-2").glob("run-*/model.safetensors"))
     report = (tmp_path / "run" / "report.html").read_text()
     assert "have no test examples" not in report
