@@ -27,6 +27,8 @@ from fedjax_pfl.simulation.records import Evaluation
 
 DEPLOYED_FILE = "deployed.json"  # name of the run, number of starts and federation
 WIRE_FILE = "wire.jsonl"  # absent clients and message bytes, one line per round
+# Only the nodes know which examples they have.
+_NODES_DATA = {"dataset": "data of the nodes", "partition": "per-node"}
 _LENGTH_IS_FIXED = "its nodes keep the settings that they enrolled with"
 
 
@@ -88,7 +90,7 @@ def run(
         log(one_line(line))
 
     settings, registry = assembly.complete(user_settings)
-    config = {**assembly.to_plain(settings, registry), "deployed": True}
+    config = {**assembly.to_plain(settings, registry), **_NODES_DATA, "deployed": True}
     cohort = settings.clients_per_round or settings.clients - settings.held_out
     if waiting.min_answers > cohort:
         raise UsageError(
@@ -384,6 +386,7 @@ class _Run(NamedTuple):
             clients=rows,
             traffic=run_directory.traffic(at.ledger),
             provenance=run_reader.read_provenance(self.directory),
+            examples=run_reader.examples_of(self.directory, config),
         )
         observations, layers = self.sweep_run.observations, list(at.ledger.down)
         figures = method_figures.draw(config, observations, layers, at.metrics)

@@ -49,6 +49,10 @@ def section(run: Run, reference_runs: Mapping[str, Run], picture: Picture | None
             title = "Did local training help?"
         elif reference_runs and not comparable:
             sentences.append(references.no_verdict_note(run, reference_runs))
+        elif run.examples is None:
+            sentences.append(
+                "The examples of this run are unknown here, so it is compared with no other run."
+            )
         else:
             sentences.append(
                 "There is no finished run of Local or FedAvg on the same data, split, seed and "

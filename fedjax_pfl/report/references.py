@@ -76,11 +76,16 @@ def check_same_work(configs: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -
 
 
 def same_work(run: Run, candidates: Sequence[Run]) -> dict[str, Run]:
-    """Returns the candidates with the data, seed and network of `run`, by label of the method."""
+    """Returns the candidates with the data, seed and network of `run`, by label of the method.
+
+    There are none if the examples of `run` are unknown.
+    """
     return {
         method_labels.table_label(str(reference.config.get("algorithm"))): reference
         for reference in candidates
-        if work(reference.config) == work(run.config) and reference.examples == run.examples
+        if work(reference.config) == work(run.config)
+        and reference.examples == run.examples
+        and run.examples is not None
     }
 
 
@@ -88,8 +93,11 @@ def find(run: Run) -> dict[str, Run]:
     """Finds finished runs of FedAvg and Local with the data, seed and network of `run`, by label.
 
     It looks in the folder of `run` and in those beside it. Of several runs it takes the one with
-    the most settings in common, then the first by name.
+    the most settings in common, then the first by name. It finds none if the examples of `run` are
+    unknown.
     """
+    if run.examples is None:
+        return {}
     defaults = run_reader.default_settings()
     settings = comparison.result_settings(run.config, defaults)
     run_work = work(settings | {"seed": run.config.get("seed")})

@@ -102,7 +102,12 @@ def _intact(path: Path) -> dict[str, Any]:
 
 
 def examples_of(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """Returns the digest of a run's examples, "" if it reads no files, or None if unknown."""
+    """Returns the digest of a run's examples, "" if it reads no files, or None if unknown.
+
+    The examples of a deployed run are unknown: they stay at the nodes.
+    """
+    if config.get("deployed"):
+        return None
     return read_digest(directory) if reads_own_files(str(config.get("dataset"))) else ""
 
 

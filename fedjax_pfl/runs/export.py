@@ -100,12 +100,12 @@ def _finished_config(directory: Path, components: Mapping[str, Any]) -> tuple[di
         raise UsageError(f"{directory / 'config.json'} is damaged: it has no rounds") from None
     if not (directory / "report.html").is_file():
         raise UsageError(f"{directory} has not finished; run its command again to finish it")
-    _check_components(directory, config, phases, components)
     if config.get("deployed"):
         raise UsageError(
             f"{directory} is of a run that was deployed: each client has its own model on its own "
             "machine, and the server has none"
         )
+    _check_components(directory, config, phases, components)
     if not (directory / "checkpoints" / str(last)).is_dir():
         raise UsageError(f"{directory} has no checkpoint of its last round, {last}")
     return config, last

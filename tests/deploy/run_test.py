@@ -193,7 +193,7 @@ class Absent(Nodes):
         self.missed = {"evaluate": {2} if len(self.waits) > 1 else {1, 2}}
 
 
-def test_absent_nodes_are_asked_again(tmp_path):
+def test_absent_nodes_and_the_report_of_data_that_only_nodes_know(tmp_path):
     """Asks again for a round and for the last evaluation, when a node is back."""
     shared = {"dataset": "wine", "clients": 3, "partition": "iid"}
     split = {"test_fraction": 0.25, "validation_fraction": 0.25}
@@ -211,7 +211,10 @@ def test_absent_nodes_are_asked_again(tmp_path):
         np.testing.assert_allclose(scale, 1 / np.array(metadata["input_deviation"]), rtol=1e-6)
     assert not list((tmp_path / "node-2").glob("run-*/model.safetensors"))
     report = (tmp_path / "run" / "report.html").read_text()
+    assert "on data of the nodes</h1>" in report
+    assert "The examples of this run are unknown here" in report
     assert "have no test examples" not in report
+    assert run_reader.read(tmp_path / "run").examples is None
 
 
 def test_a_user_defined_method_runs_at_nodes_that_list_it(tmp_path, monkeypatch):

@@ -314,6 +314,8 @@ def test_report_compares_with_reference_runs_on_the_same_data(tmp_path):
     write_run(tmp_path / "run2", scores, work("pfedla")).rename(tmp_path / "run" / "own")
     run = run_reader.read(tmp_path / "run" / "own")._replace(directory=tmp_path / "run")
     assert list(references.find(run)) == ["FedAvg", "Local"]
+    unknown = run._replace(examples=None)
+    assert references.find(unknown) == references.same_work(unknown, [unknown]) == {}
     page = report.write(run).read_text()
     text = html.unescape(page)
     assert (
