@@ -232,6 +232,9 @@ def _problem(line: Any) -> str:
         elif key == "diagnostics":
             if not isinstance(value, dict) or not all(map(_are_numbers, value.values())):
                 return "diagnostics has a value that is no number"
+        elif key == "attack_success":
+            if not isinstance(value, dict) or not _are_numbers(value):
+                return "attack_success has a value that is no number"
         elif key == "custom_metrics":
             if not isinstance(value, dict) or not all(isinstance(v, dict) for v in value.values()):
                 return "custom_metrics has a value that is no JSON object"

@@ -21,6 +21,8 @@ DAMAGE = {
         '{"round": 10, "before": {"accuracy_mean": 0.5}, "bytes_down": "many"}\n',
         '{"round": true, "before": {"accuracy_mean": 0.5}}\n',
         f'{{"round": 10, "before": {{"accuracy_mean": 1{"0" * 400}}}}}\n',
+        '{"round": 10, "before": {"accuracy_mean": 0.5}, "attack_success": 0.5}\n',
+        '{"round": 10, "before": {"accuracy_mean": 0.5}, "attack_success": {"after": "x"}}\n',
         f'{{"round": {DEEP}}}\n',
         "{\n",
     ],
@@ -94,6 +96,18 @@ def test_cells_are_read_as_numbers(run):
     assert record.clients[2] == {**cells, "before_accuracy": 0.5, "after_accuracy": 0.55}
     assert record.clients[1]["before_accuracy"] is None
     assert (record.seed, record.finished, record.config["clients"]) == (0, True, 3)
+
+
+def test_the_success_of_a_backdoor_is_read(run):
+    success = {"before": 0.75, "after": None}
+    line = {
+        "round": 10,
+        "before": {"accuracy_mean": 0.5},
+        "attackers": 1,
+        "attack_success": success,
+    }
+    (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert comparison.read(run).metrics == [line]
 
 
 def test_unfinished_run_may_have_an_incomplete_last_line(tmp_path):
