@@ -74,13 +74,15 @@ def draw(run: Run, reference_runs: Mapping[str, Run]) -> Picture | None:
     """Draws the gain in score of each participating client, sorted, positive if this run is better.
 
     The gain is that over the same client in the best comparable reference run, both before local
-    training. Without such a run it is the gain by local training, after minus before. Returns None
-    if no client has both scores. `reference_runs` are runs by label.
+    training. Without such a run it is the gain by local training, after minus before. Clients that
+    attack in one of the runs are left out. Returns None if no client has both scores.
+    `reference_runs` are runs by label.
     """
     metric = metric_of(run.metrics)
     best = _best(run, references.comparable(run, reference_runs))
     column = f"before_{metric.name}"
-    rows = {row["client"]: row for row in run.clients if row.get("active")}
+    attackers = comparison.attackers([run] if best is None else [run, reference_runs[best]])
+    rows = {row["client"]: row for row in run.participants if row["client"] not in attackers}
     if best is None:
         pairs = {i: (row, f"after_{metric.name}", row) for i, row in rows.items()}
         title, compared = "Gain of each client by local training", "after and before local training"

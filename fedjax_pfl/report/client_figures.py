@@ -33,7 +33,7 @@ class _Scores(NamedTuple):
 
     before: np.ndarray  # before local training
     after: np.ndarray  # after it
-    active: np.ndarray  # whether a client takes part in training
+    active: np.ndarray  # whether a client takes part in the last phase
 
     def groups(self, stage: str) -> Iterator[tuple[np.ndarray, str]]:
         """Yields (bool [N], label) of the clients with a score: participants, then the others.
@@ -46,12 +46,15 @@ class _Scores(NamedTuple):
                 yield mask & finite, label
 
 
-def draw(clients: Sequence[Mapping[str, Any]], metric: Metric) -> drawing.Picture | None:
+def draw(
+    clients: Sequence[Mapping[str, Any]], metric: Metric, *, held_out: bool = False
+) -> drawing.Picture | None:
     """Draws the final scores of clients, rows of clients.csv, before and after local training.
 
     Up to 60 clients are a pair of points each, sorted by score. Up to 1,000 are points over the
     number of training examples. More are a histogram. Clients without a score before local training
-    are left out. Returns None if none has one.
+    are left out. Returns None if none has one. With `held_out` the clients that took part are the
+    held-out ones.
     """
     rows = [row for row in clients if not math.isnan(number(row.get(f"before_{metric.name}")))]
     if not rows:
@@ -61,7 +64,8 @@ def draw(clients: Sequence[Mapping[str, Any]], metric: Metric) -> drawing.Pictur
         np.array([number(row.get(f"{stage}_{metric.name}")) for row in rows])
         for stage in drawing.STAGES
     )
-    scores = _Scores(before, after, np.array([bool(row.get("active", True)) for row in rows]))
+    active = np.array([bool(row.get("active", True)) is not held_out for row in rows])
+    scores = _Scores(before, after, active)
     figure, axes = drawing.new_axes(f"{metric_title(metric)} of each client")
     if len(rows) <= _MAX_ROWS:
         _client_pairs(axes, [client_name(row) for row in rows], scores)

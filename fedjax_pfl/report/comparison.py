@@ -1,7 +1,7 @@
 """Comparison of runs: rows of runs with equal settings, means over seeds, and paired tests."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -247,8 +247,9 @@ def paired_test(row: Row, baseline: Row, stage: str) -> PairedTest | str:
 
     A pair is one client, with the mean over seeds of its difference in score. Seeds are not
     independent samples, as a client's examples stay the same. Only clients that train and have test
-    examples count or, in a run on held-out clients, only these. `stage` is "before" or "after"
-    local training. If rows cannot be paired, returns the reason, such as "other seeds".
+    examples count or, in a run on held-out clients, only these. Clients that attack in any of the
+    runs do not count. `stage` is "before" or "after" local training. If rows cannot be paired,
+    returns the reason, such as "other seeds".
     """
     difference = _differences(row, baseline, stage)
     if isinstance(difference, str):
@@ -279,7 +280,8 @@ def extremes(
     if isinstance(difference, str) or not any(names.values()):
         return None
     sign = direction(metric_of(row.runs[0].metrics))
-    clients = dict.fromkeys(client for _, client, _ in _scores(row, stage))
+    excluded = attackers([*row.runs, *baseline.runs])
+    clients = dict.fromkeys(client for _, client, _ in _scores(row, stage, excluded))
     gains = sorted(zip(clients, difference.tolist(), strict=True), key=lambda gain: sign * gain[1])
     worst, best = ((str(names[client]), value) for client, value in (gains[0], gains[-1]))
     return best, worst
@@ -317,7 +319,8 @@ def _differences(row: Row, baseline: Row, stage: str) -> np.ndarray | str:
         return "other examples"
     if None in examples and row is not baseline:
         return "examples unknown"
-    scores, baseline_scores = _scores(row, stage), _scores(baseline, stage)
+    excluded = attackers([*row.runs, *baseline.runs])
+    scores, baseline_scores = (_scores(rows, stage, excluded) for rows in (row, baseline))
     if scores.keys() != baseline_scores.keys() or not scores:
         return "other clients"
     indices: dict[tuple[int, int], int] = {}  # by client and number of test examples
@@ -340,19 +343,21 @@ def data_settings(config: Mapping[str, Any]) -> list[Any]:
     return [*(config.get(key) for key in settings_with("defines_data")), *sub_configs]
 
 
-def _scores(row: Row, stage: str) -> dict[tuple[int, int, int], float]:
+def attackers(runs: Sequence[Run]) -> set[int]:
+    """Returns the clients that attack in any of the runs; no mean includes their scores."""
+    return {row["client"] for run in runs for row in run.clients if row.get("attacker")}
+
+
+def _scores(row: Row, stage: str, excluded: Container[int]) -> dict[tuple[int, int, int], float]:
     """Returns the final scores of clients by (seed, client, number of test examples).
 
-    `stage` is "before" or "after" local training. Only clients over which the run's mean is taken
-    are in it: those that train or, in a run on held-out clients, those held out.
+    `stage` is "before" or "after" local training. Only clients that take part in the last phase and
+    are not in `excluded` are in it.
     """
     name = metric_of(row.runs[0].metrics).name
-    last_phase = (row.config.get("phases") or [{}])[-1]
-    participants = last_phase.get("participants", row.config.get("participants"))
-    is_active = participants != "held_out"
     return {
         (run.seed, client["client"], client["test_examples"]): number(client.get(f"{stage}_{name}"))
         for run in row.runs
-        for client in run.clients
-        if bool(client.get("active")) is is_active and (client.get("test_examples") or 0) > 0
+        for client in run.participants
+        if client["client"] not in excluded and (client.get("test_examples") or 0) > 0
     }

@@ -48,11 +48,13 @@ def draw(
     clients: Sequence[Mapping[str, Any]],
     traffic: Mapping[str, Any],
     reference_curves: Mapping[str, Curve] = {},
+    *,
+    held_out: bool = False,
 ) -> dict[str, Picture]:
     """Returns the figures of a run by file name without .png, in reading order, without empty ones.
 
     `metrics`, `clients` and `traffic` are the contents of the run's files. `reference_curves` are
-    those of runs to compare with, by label.
+    those of runs to compare with, by label. With `held_out` the run ends on held-out clients.
     """
     metric = metric_of(metrics)
     pictures = {
@@ -60,7 +62,7 @@ def draw(
         "score_bytes": _over_bytes(metrics, metric, reference_curves),
         "score_seconds": _over_seconds(metrics, metric, reference_curves),
         "train_loss": _train_loss(metrics),
-        "clients": client_figures.draw(clients, metric),
+        "clients": client_figures.draw(clients, metric, held_out=held_out),
         "traffic": _traffic(traffic),
     }
     return {key: picture for key, picture in pictures.items() if picture is not None}

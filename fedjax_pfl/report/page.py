@@ -75,7 +75,7 @@ def write(
     class_names = run_reader.read_class_names(directory)
     candidates = {
         "answer": answer.draw(run, reference_runs),
-        **figures.draw(run.metrics, run.clients, run.traffic, curves),
+        **figures.draw(run.metrics, run.clients, run.traffic, curves, held_out=run.on_held_out),
         "confusion": class_figures.draw(run.confusion, class_names),
     }
     pictures = {name: picture for name, picture in candidates.items() if picture is not None}
@@ -237,7 +237,7 @@ def _warnings(run: Run) -> str:
         )
     for stage, success in (last.get("attack_success") or {}).items():
         messages.append(f"Success of the backdoor, {drawing.STAGES[stage]}: {number(success):.1%}.")
-    if untested := sum(row.get("test_examples") == 0 for row in run.clients if row.get("active")):
+    if untested := sum(row.get("test_examples") == 0 for row in run.participants):
         messages.append(f"Clients that train and have no test examples: {untested:,}.")
     messages += [f"After round {last['round']}, {text}." for text in last.get("remarks", ())]
     return "\n".join(f'<p class="warning" role="note">{html.escape(text)}</p>' for text in messages)

@@ -47,6 +47,17 @@ class Run(NamedTuple):
         """Returns the seed of the run."""
         return int(self.config.get("seed", 0))
 
+    @property
+    def on_held_out(self) -> bool:
+        """Returns True if the last phase trains the held-out clients instead of the others."""
+        last_phase = (self.config.get("phases") or [{}])[-1]
+        return last_phase.get("participants", self.config.get("participants")) == "held_out"
+
+    @property
+    def participants(self) -> list[Mapping[str, Any]]:
+        """Returns the rows of `clients` that take part in the last phase, attackers included."""
+        return [row for row in self.clients if bool(row.get("active")) is not self.on_held_out]
+
 
 class _InvalidFile(ValueError):
     """A file of a run directory has content that no run writes; the message says what is wrong."""

@@ -8,7 +8,8 @@ import pytest
 from scipy.stats import wilcoxon
 
 from fedjax_pfl.cli import compare
-from fedjax_pfl.report import comparison, comparison_page
+from fedjax_pfl.core.metrics import ACCURACY
+from fedjax_pfl.report import answer, client_figures, comparison, comparison_page
 from fedjax_pfl.settings import configuration
 from tests.commands import message, run_here
 
@@ -279,6 +280,29 @@ def test_held_out_clients_are_paired_if_they_train_in_the_last_phase(tmp_path):
     phases = [{}, {"participants": "held_out"}]
     rows = compared(tmp_path, [0.5, 0.6], [0.5, 0.6], held_out=1, phases=phases)
     assert comparison.paired_test(rows[1], rows[0], "before") == (0.0, 1.0, 1, 0)
+    (run,) = rows[0].runs
+    assert [row["client"] for row in run.participants] == [99]
+    assert answer.draw(run, {}).alt.endswith("1 better, 0 worse, 0 equal.")
+    figure = client_figures.draw(run.clients, ACCURACY, held_out=run.on_held_out).figure
+    lines = {line.get_label(): line.get_ydata().tolist() for line in figure.axes[0].lines}
+    assert (lines["before"], lines["before, not taking part"]) == ([0.0], [0.5, 0.6])
+
+
+def test_clients_that_attack_in_either_run_are_not_paired(tmp_path):
+    """Clients 0 and 1 attack in one run each; the others gain 0.1 and 0.2."""
+    write_run(tmp_path / "a", [0.5, 0.6, 0.7, 0.6], settings())
+    write_run(tmp_path / "b", [0.1, 0.1, 0.8, 0.8], settings("local"))
+    for i, name in enumerate("ab"):
+        head, *lines = (tmp_path / name / "clients.csv").read_text().splitlines()
+        lines = [f"{line},{int(line.startswith(f'{i},'))}" for line in lines]
+        (tmp_path / name / "clients.csv").write_text("\n".join([f"{head},attacker", *lines]) + "\n")
+    rows = rows_of(tmp_path / "a", tmp_path / "b")
+    test = comparison.paired_test(rows[1], rows[0], "before")
+    assert test == pytest.approx((0.15, 2 / 2**2, 2, 2))
+    assert comparison.share_better_than_local(rows[0], rows) == 0
+    picture = answer.draw(rows[1].runs[0], {"FedAvg": rows[0].runs[0]})
+    assert picture.alt.endswith("2 better, 0 worse, 0 equal.")
+    assert "3 better, 0 worse" in answer.draw(rows[1].runs[0], {}).alt  # one attacks in this run
 
 
 @pytest.mark.parametrize(
