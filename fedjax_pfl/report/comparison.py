@@ -313,7 +313,8 @@ def _differences(row: Row, baseline: Row, stage: str) -> np.ndarray | str:
         return "unfinished"
     if [run.seed for run in row.runs] != [run.seed for run in baseline.runs]:
         return "other seeds"
-    if data_settings(row.config) != data_settings(baseline.config):
+    seeds = [[r.config.get("partition_seed", 0) for r in rows.runs] for rows in (row, baseline)]
+    if seeds[0] != seeds[1] or data_settings(row.config) != data_settings(baseline.config):
         return "other clients"
     if len(examples := {run.examples for run in (*row.runs, *baseline.runs)}) > 1:
         return "other examples"

@@ -305,6 +305,16 @@ def test_clients_that_attack_in_either_run_are_not_paired(tmp_path):
     assert "3 better, 0 worse" in answer.draw(rows[1].runs[0], {}).alt  # one attacks in this run
 
 
+def test_own_partitions_are_not_paired_with_one_partition(tmp_path):
+    for seed in (0, 1):
+        write_run(tmp_path / f"own{seed}", [0.5], settings(seed=seed, partition_seed=seed))
+        write_run(tmp_path / f"same{seed}", [0.5], settings("local", seed=seed))
+    rows = rows_of(*sorted(tmp_path.iterdir()))
+    assert [[run.seed for run in row.runs] for row in rows] == [[0, 1], [0, 1]]
+    assert comparison.paired_test(rows[0], rows[1], "before") == "other clients"
+    assert comparison.share_better_than_local(rows[0], rows) is None
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
