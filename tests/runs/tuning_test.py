@@ -147,6 +147,19 @@ def test_a_killed_search_resumes(tuned, tmp_path, cached, capsys):
         assert untimed(read_metrics(path)) == untimed(read_metrics(out / "fedavg" / path.name))
 
 
+def test_finished_runs_on_other_examples_are_refused(tmp_path):
+    file = tmp_path / "t.csv"
+    changes = {"dataset": f"csv:{file}", "csv": {"label": "label"}, "rounds": 1, "eval_every": 1}
+    settings = {key: value for key, value in SMALL.items() if key != "synthetic"} | changes
+    for shift in (0, 1):
+        rows = [f"{i},{-i},{(i + shift) % 2}" for i in range(30)]
+        file.write_text("\n".join(["a,b,label", *rows]) + "\n")
+        if not shift:
+            search.tune(settings, {"learning_rate": [0.1]}, tmp_path / "out")
+    line = message(search.tune, settings, {"learning_rate": [0.1]}, tmp_path / "out")
+    assert "was begun with other examples: the files that it reads have changed since" in line
+
+
 def slowed(model, training, federation, *, share: float = 0.5):
     """FedAvg with a fraction of the learning rate."""
     rate = training.rate

@@ -1,6 +1,7 @@
 """Runs of a grid search: configurations of each method, finished runs, and missing runs."""
 
 import hashlib
+import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,11 +10,13 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
+from fedjax_pfl import data
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import comparison, run_reader
 from fedjax_pfl.report.run_index import RunIndex
-from fedjax_pfl.runs import interrupt, resume, runner, sweep_settings
+from fedjax_pfl.runs import interrupt, resume, run_directory, runner, sweep_settings
 from fedjax_pfl.runs.build import build
+from fedjax_pfl.runs.example_facts import example_facts
 from fedjax_pfl.runs.tuning.choice import PointResult
 from fedjax_pfl.runs.tuning.grids import Point, apply, format_value
 from fedjax_pfl.settings import configuration
@@ -189,16 +192,19 @@ def run(trials: Sequence[Trial], seeds: int, folder: Path, max_runs: int | None)
     """Trains missing runs and resumes unfinished ones, with at most `max_runs` in one program.
 
     Builds all programs before the first is compiled: errors appear at the start. `seeds` is the
-    number of runs of a point; None for `max_runs` means no limit. Writes to `folder`.
+    number of runs of a point; None for `max_runs` means no limit. Writes to `folder`. Raises
+    UsageError if the files that a finished run has read have changed since.
     """
     index, count, registry = RunIndex(folder), 0, trials[0].registry
     jobs: dict[str, Job] = {}
+    finished: dict[Path, ConfigDict] = {}
     for trial in trials:
         for point, by_seed in configs(trial, seeds):
             count += len(by_seed)
             for config in by_seed:
                 key, path = index.find(config, registry)
                 if path and (path / "report.html").is_file():
+                    finished[path] = config
                     continue
                 name, steps = _directory_name(trial.method, point, config.seed, key), set[int]()
                 if path:
@@ -212,6 +218,7 @@ def run(trials: Sequence[Trial], seeds: int, folder: Path, max_runs: int | None)
                     steps=frozenset(steps),
                 )
                 jobs.setdefault(key, job)
+    _check_examples(finished, registry)
     with interrupt.on_signals() as stop:
         programs = [
             part
@@ -231,6 +238,23 @@ def run(trials: Sequence[Trial], seeds: int, folder: Path, max_runs: int | None)
             print(line, file=sys.stderr, flush=True)
             run_configs = {job.name: job.config for job in program}
             runner.run_configs(run_configs, folder, stop, registry=registry)
+
+
+def _check_examples(finished: Mapping[Path, ConfigDict], registry: Registry) -> None:
+    """Raises UsageError if the user's files have changed since a run in `finished` has read them.
+
+    `finished` has configurations by run directory. Each partition of the data is built once.
+    """
+    facts: dict[str, dict[str, Any]] = {}
+    for directory, config in finished.items():
+        files = [config.initial_weights, config.speed_trace]
+        if not (data.reads_own_files(config.dataset) or any(files)):
+            continue
+        settings = run_reader.as_json(configuration.resolve(config, registry))
+        key = json.dumps([comparison.data_settings(settings), files])
+        if key not in facts:
+            facts[key] = example_facts(build(config, registry=registry))
+        run_directory.check_examples(directory, facts[key])
 
 
 def _count(number: int, noun: str) -> str:
