@@ -27,13 +27,16 @@ def draw_partition(data: FederatedData, federation: Federation) -> Figure:
     Up to 30 clients and classes are bubbles whose area is the number of examples, more are a heat
     map, and over 1,000 clients histograms. Classes are those of the dataset, before a client
     renumbers them. Held-out clients' names are red. For a regression, ranges of the target replace
-    the classes. The figure's label (`get_label`) is its caption.
+    the classes; examples with several classes each, such as texts, are only counted. The figure's
+    label (`get_label`) is its caption.
     """
     y = np.asarray(data.y)
     stored = 1 if federation.class_counts is None else federation.class_counts.shape[1]
     by_split = portions(data, stored)
     column, counts, edges = "class", by_split.train, None
-    if y.ndim > 1:
+    if y.ndim > 1 and y.dtype.kind != "f":
+        column = ""
+    elif y.ndim > 1:
         column = "target" if y.shape[1] == 1 else f"the first of {y.shape[1]} targets"
         counts, edges = _histogram(data, y[:, 0])
         stored = counts.shape[1]
@@ -55,7 +58,7 @@ def draw_partition(data: FederatedData, federation: Federation) -> Figure:
         ticks = np.linspace(0, len(edges) - 1, 6).round().astype(int)
         grid.set_xticks(ticks - 0.5, [f"{edges[i]:.3g}" for i in ticks])
     elif stored <= 20:
-        grid.set_xticks(range(stored))
+        grid.set_xticks(range(stored) if column else [])
     else:
         grid.xaxis.set_major_locator(MaxNLocator(20, integer=True))
     if federation.clients <= _MAX_BUBBLES:
@@ -90,10 +93,10 @@ def draw_partition(data: FederatedData, federation: Federation) -> Figure:
         axes.tick_params(labelsize=8)
     side.tick_params(axis="y", left=False, labelleft=False)
     _mark_held_out(grid, side, federation)
-    kind = "each class" if edges is None else f"each range of {column}"
+    kind = f" of each {'range of ' * (edges is not None)}{column}" if column else ""
     held_out = "" if np.all(federation.active) else "; held-out clients are red"
     figure.set_label(
-        f"Of each client: training examples of {kind}, and the sizes of its splits{held_out}."
+        f"Of each client: training examples{kind}, and the sizes of its splits{held_out}."
     )
     return figure
 
@@ -102,7 +105,7 @@ def _histograms(by_split: Portions, counts: np.ndarray, column: str) -> Figure:
     """Draws the distribution over clients of their numbers of examples and of classes.
 
     `by_split` is int [N, C]; `counts` are training examples, int [N, classes or ranges of a
-    target]; `column` is "class" or the target.
+    target]; `column` is "class", the target, or "" to draw the numbers of examples only.
     """
     figure = Figure(figsize=(9.0, 3.6))
     figure.set_layout_engine("constrained")
@@ -117,27 +120,31 @@ def _histograms(by_split: Portions, counts: np.ndarray, column: str) -> Figure:
     left.set_xlabel("examples of a client")
     left.legend(frameon=False, fontsize=8)
     kinds = "classes" if column == "class" else f"of {counts.shape[1]} ranges of {column}"
-    different = np.bincount((counts > 0).sum(1), minlength=2)
-    right.bar(range(len(different)), different, color=_COLOURS["train"], width=1.0)
-    right.set_xlabel(f"{kinds} that a client trains on")
-    right.xaxis.set_major_locator(MaxNLocator(10, integer=True))
-    for axes in (left, right):
+    if column:
+        different = np.bincount((counts > 0).sum(1), minlength=2)
+        right.bar(range(len(different)), different, color=_COLOURS["train"], width=1.0)
+        right.set_xlabel(f"{kinds} that a client trains on")
+        right.xaxis.set_major_locator(MaxNLocator(10, integer=True))
+    else:
+        right.remove()
+    for axes in figure.axes:
         axes.set_ylabel("clients")
         axes.set_ylim(bottom=0)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
     number = sizes["train"]
     low, middle, high = np.quantile(number, [0.05, 0.5, 0.95])
+    classes = f", and of the {kinds} that they train on" if column else ""
     figure.set_label(
-        f"Distribution over {len(number):,} clients of their examples, and of the {kinds} that "
-        f"they train on. Half have at most {middle:,.0f} training examples, 90 % have "
-        f"{low:,.0f} to {high:,.0f}."
+        f"Distribution over {len(number):,} clients of their examples{classes}. Half have at most "
+        f"{middle:,.0f} training examples, 90 % have {low:,.0f} to {high:,.0f}."
     )
     return figure
 
 
 def _unit(column: str) -> str:
-    return "class" if column == "class" else "range"
+    """Returns " per class" or " per range", or "" if classes are not drawn."""
+    return f" per {'class' if column == 'class' else 'range'}" if column else ""
 
 
 def _histogram(data: FederatedData, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -161,7 +168,7 @@ def _bubbles(axes: Axes, counts: np.ndarray, column: str) -> None:
     axes.set_axisbelow(True)
     axes.scatter(classes, clients, s=150 * number / counts.max(), color=_COLOURS["train"])
     axes.set_xlim(-0.7, counts.shape[1] - 0.3)
-    axes.set_title(f"training examples per {_unit(column)} (largest: {number.max()})", fontsize=10)
+    axes.set_title(f"training examples{_unit(column)} (largest: {number.max()})", fontsize=10)
 
 
 def _heat(figure: Figure, axes: Axes, counts: np.ndarray, column: str) -> None:
@@ -176,7 +183,7 @@ def _heat(figure: Figure, axes: Axes, counts: np.ndarray, column: str) -> None:
     bar = figure.colorbar(image, ax=axes, location="left", fraction=0.04, pad=0.02, aspect=40)
     bar.ax.tick_params(labelsize=8)
     bar.outline.set_visible(False)
-    axes.set_title(f"training examples per {_unit(column)}", fontsize=10)
+    axes.set_title(f"training examples{_unit(column)}", fontsize=10)
 
 
 def _mark_held_out(grid: Axes, side: Axes, federation: Federation) -> None:

@@ -59,6 +59,22 @@ def test_regression_has_ranges_of_the_target():
     assert "training examples of each range of the first of 2 targets" in figure.get_label()
 
 
+def test_examples_with_several_classes_are_only_counted(monkeypatch):
+    y = np.arange(60, dtype=np.int32).reshape(20, 3) % 4
+    data, federation = federate(arrays(np.zeros((20, 3), np.int32), y), "iid", clients=2)
+    figure = draw_partition(data, federation)
+    (points,) = figure.axes[0].collections
+    assert {int(x) for x, _ in np.asarray(points.get_offsets())} == {0}
+    assert figure.axes[0].get_title().startswith("training examples (largest: ")
+    assert not len(figure.axes[0].get_xticks())
+    line = "Of each client: training examples, and the sizes of its splits."
+    assert figure.get_label() == line
+    monkeypatch.setattr(partition_picture, "_MAX_ROWS", 1)
+    figure = draw_partition(data, federation)
+    assert len(figure.axes) == 1
+    assert figure.get_label().startswith("Distribution over 2 clients of their examples. Half")
+
+
 def test_very_many_clients_are_histograms(monkeypatch):
     monkeypatch.setattr(partition_picture, "_MAX_ROWS", 39)
     data, federation = federate(load("digits"), "classes", clients=40, settings={"examples": 20})
