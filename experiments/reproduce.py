@@ -76,6 +76,12 @@ def listing() -> str:
 
 def plans(table: Table, options: Options) -> list[Plan]:
     """Returns a plan for every cell to show."""
+    for change in options.changes:
+        if change.partition("=")[0] in ("seed", "partition_seed"):
+            raise UsageError(
+                f"--set={change} is ignored: runs have seeds 0, 1, ..., each with its own "
+                "partition; leave it out and give --seeds=N"
+            )
     result = []
     for cell in _select_cells(table, options):
         dataset = table.dataset(cell.column)
@@ -90,6 +96,11 @@ def plans(table: Table, options: Options) -> list[Plan]:
             config = table.settings(cell.row, cell.column, dataset, options.rounds)
         config.data_dir = options.data_dir
         overrides.override(config, options.changes)
+        if table.second in ("before", "after") and not config.evaluate_after:
+            raise UsageError(
+                f"{options.table} shows accuracy after local training, which evaluate_after=false "
+                "leaves out; leave this setting out"
+            )
         if remark := table.impossible(config):
             result.append(Plan(cell, published, None, remark))
         elif message := _missing(config.dataset, options.data_dir):

@@ -148,6 +148,12 @@ def main(
         for flag, value in zip((DATASET, CLIENTS, SEEDS), length[2:], strict=True):
             if value is not None:
                 flags.set_default(flag, value)
+    for change in SET.value:
+        if SEEDS.value > 1 and change.partition("=")[0] == "seed":
+            raise UsageError(
+                f"--set={change} gives all {SEEDS.value} runs one seed; leave it out, or give "
+                "--seeds=1"
+            )
     numbers, figure = studies[argv[1]]()
     if stated := readable(paper, argv[1]):
         numbers["published"] = stated

@@ -127,6 +127,17 @@ def test_changed_settings_are_listed(tmp_path, no_emnist):
     assert "no setting momentom; did you mean momentum?" in message(page, unknown, tmp_path)
 
 
+def test_settings_that_the_table_decides_are_refused(tmp_path, no_emnist):
+    for change in ("seed=7", "partition_seed=9"):
+        line = message(page, FULL._replace(changes=["momentum=0.9", change]), tmp_path)
+        assert line.startswith(f"--set={change} is ignored: runs have seeds 0, 1, ..., ")
+    changes = ["evaluate_after=false", "validate_after=false"]
+    for name in ("factorized_fl/table1", "pfedla/table1"):
+        line = message(page, Options(name, changes=changes), tmp_path)
+        assert line.startswith(f"{name} shows accuracy after local training, which ")
+    assert "not run" in page(Options("fedmn/table2", changes=changes), tmp_path)
+
+
 @pytest.fixture
 def runs(monkeypatch):
     """Records runs; those of Local fail."""

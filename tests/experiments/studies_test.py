@@ -159,6 +159,17 @@ def test_a_study_is_short_without_the_flag_paper(arguments, expected, tmp_path, 
     assert "97.25" in capsys.readouterr().out
 
 
+def test_one_seed_for_several_runs_is_refused(tmp_path, parse, capsys):
+    length = common.Length(20, 50)
+    arguments = ({"study": lambda: ({"x": 1.0}, None)}, "", ["x", "study"], "pfedla", {"": length})
+    parse("--set=seed=7", f"--out={tmp_path}")
+    common.main(*arguments)
+    parse("--seeds=3", f"--out={tmp_path / 'new'}")  # the other flags stay
+    line = message(common.main, *arguments)
+    assert line == "--set=seed=7 gives all 3 runs one seed; leave it out, or give --seeds=1"
+    assert not (tmp_path / "new").exists()
+
+
 def test_share_of_nearest_neighbours_in_the_same_group():
     points, group = np.array([[0.0], [1.0], [3.0], [3.5]]), np.array([0, 0, 0, 1])
     assert pfedhn.share_near_own_group(points, group) == 0.5  # the third is nearest to the fourth
