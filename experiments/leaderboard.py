@@ -187,7 +187,6 @@ def main(argv: Sequence[str]) -> None:
                 "settings": dict(column.settings),
                 "budget": flag_values.budget,
             }
-            lines = board.column(boards, name, about)["methods"]
             for trial in method_trials:
                 try:
                     line = run_trial(
@@ -195,8 +194,12 @@ def main(argv: Sequence[str]) -> None:
                     )
                 except UsageError as error:  # of this method; the others continue
                     line = {"cannot": str(error)}
+                if not flag_values.only_show:
+                    boards = board.read(out)  # with lines that other calls added meanwhile
+                lines = board.column(boards, name, about)["methods"]
                 if line:
                     lines[trial.method] = board.with_commit(line, commit, lines.get(trial.method))
+                if line and not flag_values.only_show:
                     board.write(boards, out)
     except interrupt.Stopped as stopped:
         print(stopped, file=sys.stderr)

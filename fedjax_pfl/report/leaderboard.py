@@ -3,6 +3,7 @@
 import html
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -198,7 +199,9 @@ def write(leaderboard: Mapping[str, Any], out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         content = json.dumps(leaderboard, indent=1, ensure_ascii=False)
-        (out / "leaderboard.json").write_text(content + "\n", encoding="utf-8")
+        part = out / f"leaderboard-{os.getpid()}.part"  # another call may read the file
+        part.write_text(content + "\n", encoding="utf-8")
+        part.replace(out / "leaderboard.json")
         (out / "leaderboard.txt").write_text(text(leaderboard) + "\n", encoding="utf-8")
         (out / "leaderboard.html").write_text(page(leaderboard), encoding="utf-8")
         for name, column in leaderboard["columns"].items():

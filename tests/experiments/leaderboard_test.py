@@ -1,6 +1,8 @@
 """Tests of the leaderboard: planned trials, ranking, files, and one line that is run."""
 
 import re
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -148,6 +150,41 @@ def test_results_of_earlier_calls_stay(tmp_path):
     assert list(board.column(record, "cifar10", changed_about)["methods"]) == ["local"]
     assert "digits-n10, kernels=[4, 8]), 30 rounds" in board.text(record)
     assert list(record["columns"]) == ["digits", "mnist", "cifar10"]
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch):
+    """Calls the command with runs that take no time; `during_run` happens while one trains."""
+
+    def call(during_run=lambda: None, **options):
+        def run_trial(*_, **__):
+            during_run()
+            return line(0.7)
+
+        values = {"columns": ["digits"], "methods": ["fedavg"], "budget": 4, "seeds": 3}
+        values |= {"out": str(tmp_path), "only_show": False, "data_dir": None} | options
+        monkeypatch.setattr(leaderboard, "run_trial", run_trial)
+        monkeypatch.setattr(leaderboard.flags, "FLAGS", SimpleNamespace(**values))
+        with pytest.raises(SystemExit):
+            leaderboard.main(["leaderboard"])
+        columns = board.read(tmp_path)["columns"]
+        return {name: (c["about"]["budget"], list(c["methods"])) for name, c in columns.items()}
+
+    return call
+
+
+def test_calls_at_the_same_time_keep_each_others_lines(call):
+    during_run = partial(call, columns=["mnist"], methods=["ditto"])
+    during_run = partial(call, during_run, methods=["local"])
+    assert call(during_run) == {"mnist": (4, ["ditto"]), "digits": (4, ["local", "fedavg"])}
+
+
+def test_only_show_writes_nothing(call, tmp_path, capsys):
+    call()
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert call(only_show=True, budget=3) == {"digits": (4, ["fedavg"])}
+    assert "best of 3" in " ".join(capsys.readouterr().out.split())
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"columns": {"digits": {"methods": {"local": {}}}}}'])
