@@ -274,6 +274,7 @@ class ClientStore:
         self.groups, self.has_groups, self.offload = tuple(groups), has_groups, tuple(offload)
         self.best: Snapshot | None = None  # the state of an earlier round
         self.saved: Any = None  # files of the last checkpoint
+        self.writes = 0  # number of calls of `put`
 
     def records(
         self, g: int, ids: np.ndarray, start: int = 0, end: int | None = None
@@ -294,6 +295,7 @@ class ClientStore:
         if self.best is not None:
             self.best.save(g, ids)
         self.groups[g].put(ids, *columns)
+        self.writes += 1
 
     def snapshot(self) -> "Snapshot":
         """Returns a snapshot of the current state, which replaces an earlier snapshot."""

@@ -87,6 +87,7 @@ class StreamedProgram:
         # The store and round of a cohort, and the cohort.
         self.prefetched: tuple[ClientStore, int, Future[list[FetchedCohort]]] | None = None
         self.stale = self._no_ids()  # of each group, clients that changed since the fetch
+        self.writes = 0  # of the store, at the fetch or after this program's last write
         self._capacity = functools.cache(lambda n, test: max_examples(self.data, n, test=test))
 
     def _no_ids(self) -> list[np.ndarray]:
@@ -188,16 +189,11 @@ class StreamedProgram:
 
     def _stores(self, client_trees: Sequence[PyTree]) -> list[RowStore]:
         """Copies trees with leaves [N, ...], of groups or offloaded parts, into one store each."""
-        stores = []
+        stores, n = [], self.spec.federation.clients
         for tree in client_trees:
             first = trees.row(tree, 0)
-            rows = RowStore(
-                first=first,
-                clients=self.spec.federation.clients,
-                store=self.store,
-                folder=self.folder,
-            )
-            for ids in rows.blocks(np.arange(rows.clients)):
+            rows = RowStore(first=first, clients=n, store=self.store, folder=self.folder)
+            for ids in rows.blocks(np.arange(n)):
                 rows.put(ids, rows.layout.pack(trees.row(tree, ids)))
             stores.append(rows)
         return stores
@@ -237,6 +233,7 @@ class StreamedProgram:
                 clients.write(g, ids, rows)
                 self.stale[g] = np.union1d(self.stale[g], ids)
             offloaded.write(clients, pending)
+            self.writes = clients.writes
             all_logs.append(logs)
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *all_logs)
         return shared._replace(clients=clients), stacked
@@ -328,7 +325,8 @@ class StreamedProgram:
 
     def _next_cohort(self, clients: ClientStore, t: int) -> list[FetchedCohort]:
         """Returns the cohort of round `t`, one entry per group; fetches it if necessary."""
-        if self.prefetched is None or self.prefetched[0] is not clients or self.prefetched[1] != t:
+        fetched = self.prefetched and (*self.prefetched[:2], self.writes)
+        if fetched != (clients, t, clients.writes):  # another program may have written
             self._prefetch(clients, t)
         assert self.prefetched is not None
         return self.prefetched[2].result()
@@ -337,7 +335,7 @@ class StreamedProgram:
         """Starts to fetch the cohort of round `t` in the worker thread."""
         # Sample now: in the worker this would wait for the round that is submitted next.
         slots = self.sample(self.key, self._number(t))
-        self.stale = self._no_ids()
+        self.stale, self.writes = self._no_ids(), clients.writes
         self.prefetched = clients, t, self.worker.submit(self._fetch_cohort, clients, slots)
 
     def _fetch_cohort(self, clients: ClientStore, slots: Sequence[Slots]) -> list[FetchedCohort]:

@@ -155,6 +155,20 @@ def test_rounds_of_two_states_may_alternate(method, data):
     np.testing.assert_allclose(losses["host"], losses["device"], rtol=1e-5)
 
 
+def test_two_simulations_may_train_one_state(method, data):
+    """A store that fetches the next cohort must see what the other simulation has written."""
+    losses = {}
+    for store in ("device", "host"):
+        loops = [simulation(method, data, store=store) for _ in range(2)]
+        state, logs = loops[0].init(), []
+        for t in range(3):
+            for loop in loops:
+                state, log = loop.run_round(state, t)
+                logs.append(log)
+        losses[store] = [log.metrics["loss"] for log in logs]
+    np.testing.assert_allclose(losses["host"], losses["device"], rtol=1e-5)
+
+
 def test_a_phase_in_another_store_starts_with_the_rows_of_the_last(data):
     training = pfl.local_sgd(learning_rate=0.05)
     network = pfl.networks.MLP(outputs=10, hidden=())
