@@ -134,7 +134,7 @@ def _write_or_check_config(
 ) -> None:
     """Writes config.json, or raises UsageError if the existing one is of a run with other results.
 
-    If the run becomes longer, also removes its report. Arguments are as for `claim`.
+    Arguments are as for `claim`. The config.json of a shorter run stays; see `lengthen`.
     """
     config_file = directory / "config.json"
     if config_file.exists():
@@ -145,14 +145,18 @@ def _write_or_check_config(
             )
         if not os.access(directory, os.W_OK):
             raise UsageError(f"{directory} cannot be written; choose another workdir")
-        if only_adds_rounds(saved, config):  # the run is no longer finished
-            (directory / "report.html").unlink(missing_ok=True)
-            write_json(config_file, config)
         return
     # A run that was killed at the start leaves a partial config.json.
     if {p.name for p in directory.iterdir()} - {_temporary(config_file).name}:
         raise UsageError(f"{directory} is not empty and holds no run; choose another workdir")
     write_json(config_file, config)
+
+
+def lengthen(directory: Path, config: Mapping[str, Any]) -> None:
+    """Writes config.json and removes the report if `config` adds rounds to the run."""
+    if only_adds_rounds(run_reader.read_config(directory), config):  # it is no longer finished
+        (directory / run_reader.REPORT).unlink(missing_ok=True)
+        write_json(directory / "config.json", config)
 
 
 def _temporary(path: Path) -> Path:

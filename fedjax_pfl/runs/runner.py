@@ -218,8 +218,12 @@ def run_configs(
             stack.callback(sweep_run.close_loggers)
             with sweep_run.writing():
                 run_directory.write_examples(directory, facts[min(i, len(facts) - 1)])
-                run_directory.write_plans(directory, [phase.plan for phase in experiment.phases])
-                sweep_run.store = checkpoints.open_store(directory / "checkpoints")
+        for sweep_run in sweep_runs if writes else ():  # after all are accepted
+            assert sweep_run.directory is not None
+            with sweep_run.writing():
+                run_directory.lengthen(sweep_run.directory, sweep_run.config)
+                run_directory.write_plans(sweep_run.directory, [p.plan for p in experiment.phases])
+                sweep_run.store = checkpoints.open_store(sweep_run.directory / "checkpoints")
         try:
             return _execute(experiment, sweep_runs, stop, callbacks)
         except (MemoryError, jax.errors.JaxRuntimeError) as error:

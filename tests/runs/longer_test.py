@@ -16,8 +16,11 @@ SHORT = {**BASE, "rounds": 4}  # of the six rounds of BASE
 DROPS = {"learning_rate_drops": (0.5,)}
 
 
-def test_a_finished_run_continues_to_more_rounds(tmp_path):
+def test_a_finished_run_continues_to_more_rounds(tmp_path, monkeypatch):
     runner.run(SHORT, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "example_facts", lambda *arguments: {"digest": "another"})
+        assert "data.json is missing or damaged" in refusal(BASE, tmp_path)
     longer, expected = runner.run(BASE, tmp_path), undisturbed(BASE)
     assert longer.resumed_at == 4
     assert_same_bits(longer.state, expected.state)
