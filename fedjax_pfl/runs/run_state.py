@@ -103,17 +103,31 @@ def append_evaluation(
     """Appends an evaluation to the run's observations and files.
 
     `observed` has the arrays that the method exposes of its state; `line` is for metrics.jsonl.
+    Arrays that another method of an earlier phase exposed under the same name are removed.
     """
+    methods = _methods_by_round(sweep_run)
     for name, array in observed.items():
-        rounds, arrays = sweep_run.observations.setdefault(name, ([], []))
-        rounds.append(sweep_run.at.round)
-        arrays.append(array)
+        earlier = zip(*sweep_run.observations.get(name, ([], [])), strict=True)
+        kept = [
+            (r, saved)
+            for r, saved in earlier
+            if methods.get(r) == methods.get(line["round"]) and saved.shape == array.shape
+        ]
+        rounds, arrays = [r for r, _ in kept], [saved for _, saved in kept]
+        sweep_run.observations[name] = [*rounds, line["round"]], [*arrays, array]
     if sweep_run.directory:
         with sweep_run.writing():
             run_directory.append_metrics(sweep_run.directory, line)
             for logger in sweep_run.loggers:
                 logger(line)
             run_directory.write_observations(sweep_run.directory, sweep_run.observations)
+
+
+def _methods_by_round(sweep_run: SweepRun) -> dict[int, str]:
+    """Returns the name of the method at each evaluation, by round."""
+    config = sweep_run.config
+    names = [phase.get("algorithm", config["algorithm"]) for phase in config["phases"] or [{}]]
+    return {line["round"]: names[line["phase"]] for line in sweep_run.at.metrics}
 
 
 def record_evaluation(

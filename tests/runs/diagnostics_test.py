@@ -4,10 +4,13 @@ import html
 
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 import fedjax_pfl
 from fedjax_pfl.core import diagnostics
 from fedjax_pfl.report import page
+from fedjax_pfl.runs import run_directory
+from fedjax_pfl.runs.run_state import SweepRun, append_evaluation
 from tests.runs.common import read_metrics
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
@@ -59,3 +62,25 @@ def test_methods_without_diagnostics():
     settings = {"dataset": "synthetic", "model": "mlp", "clients": 2, "rounds": 1}
     (line,) = fedjax_pfl.run({**settings, "algorithm": "local"}).metrics
     assert not {"diagnostics", "inactive", "remarks"} & set(line)
+
+
+@pytest.mark.parametrize(
+    ("second", "shape", "rounds"),
+    [("pfedla", (3, 2, 3), [3, 4]), ("ifca", (3,), [3, 4]), ("apfl", (3,), [1, 2, 3, 4])],
+)
+def test_arrays_of_another_method_do_not_continue_those_of_an_earlier_phase(
+    second, shape, rounds, tmp_path
+):
+    config = {"algorithm": "apfl", "phases": [{"rounds": 2}, {"algorithm": second, "rounds": 2}]}
+    (tmp_path / "config.json").write_text("{}")
+    run = SweepRun("", ConfigDict(), config, tmp_path)
+    for t in range(1, 5):
+        phase = int(t > 2)
+        line = {"round": t, "phase": phase}
+        run.at = run.at._replace(round=t, phase=phase, metrics=(*run.at.metrics, line))
+        alpha = np.full(shape if phase else (3,), t)
+        append_evaluation(run, {"alpha": alpha, f"only{phase}": np.float32(t)}, line)
+    saved = run_directory.read_observations(tmp_path, 4)
+    expected = {"alpha": rounds, "only0": [1, 2], "only1": [3, 4]}
+    assert {name: rounds for name, (rounds, _) in saved.items()} == expected
+    assert [array.max() for array in saved["alpha"][1]] == rounds
