@@ -145,7 +145,7 @@ def infer_membership(result: Result, clients: Sequence[int]) -> dict[str, dict[s
     which the server may lack. `uploaded` is None if an upload has no complete network. `body` is
     None unless the upload has a network without its head.
     """
-    phase, t = result.phases[-1], result.metrics[-1]["round"]
+    phase, t = result.phases[result.phase], result.round
     algorithms = group_algorithms(phase.algorithm)
     networks = [exchanges.group_network(phase, g) for g in range(len(algorithms))]
     shapes = [exchanges.variable_shapes(network, result) for network in networks]

@@ -77,7 +77,7 @@ def audit(result: Result, clients: Sequence[int], *, first: bool = False, **sett
     """
     check(result, clients)
     return Audit(
-        algorithm=result.phases[-1].config.algorithm,
+        algorithm=result.phases[result.phase].config.algorithm,
         dataset=result.config["dataset"],
         inversion=invert(result, clients[0], first=first, **settings),
         membership=infer_membership(result, clients),
@@ -124,13 +124,13 @@ def invert(
       compare_inputs: The attacker also compares the inputs of fully connected layers, which it
         computes from their changes. Raises UsageError if the upload has no such layer.
     """
-    phase = _short_training(result.phases[0 if first else -1], examples, steps)
+    phase = _short_training(result.phases[0 if first else result.phase], examples, steps)
     state = phase.rounds.init(phase.key) if first else result.state
-    t = 0 if first else result.metrics[-1]["round"]
+    t = 0 if first else result.round
     train = result.data.train
     size = np.minimum(train.size, examples).astype(np.int32)
     data = result.data._replace(train=Split(train.rows[:, :examples], size))
-    limited = result._replace(phases=(phase,), data=data)
+    limited = result._replace(phases=(phase,), phase=0, data=data)
     ((_, (payload, upload, state)),) = map_clients(exchanges.exchange, limited, state, t, [client])
     state = state.method if isinstance(state, CompressionClient) else state
     g = int(result.federation.groups[client])

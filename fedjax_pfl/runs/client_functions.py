@@ -40,12 +40,12 @@ def map_clients(
     Args:
       function: (algorithm of the client's group, state without clients, client-side state of the
         client, context whose key is that of the run) -> tree of arrays. It is compiled.
-      result: Result of a run; the algorithm is that of its last phase.
-      state: State after `t` rounds.
+      result: Result of a run; the algorithm is that of the phase in which it ended.
+      state: State after `t` rounds, of this phase.
       t: Number of rounds.
       ids: Client ids.
     """
-    algorithm = result.phases[-1].algorithm
+    algorithm = result.phases[result.phase].algorithm
     # Copies everything to one device once, for all clients.
     store = state.clients if isinstance(state.clients, ClientStore) else None
     full_state = state._replace(clients=()) if store else wrap_clients(algorithm, state)

@@ -154,13 +154,14 @@ def write_models(
     check_folder(folder)
     ids = client_ids(result, clients)
     t, state = _select_state(result, best)
+    phase = result.phases[result.phase]
     run = RunFacts(
-        algorithm=result.phases[-1].config.algorithm,
+        algorithm=phase.config.algorithm,
         dataset=result.config["dataset"],
         seed=result.config["seed"],
         federation=result.federation,
     )
-    members = group_algorithms(result.phases[-1].algorithm)
+    members = group_algorithms(phase.algorithm)
     for member in members:
         network = _network(member, run.algorithm)
         if torch:
@@ -323,12 +324,11 @@ def _select_state(result: Result, best: bool) -> tuple[int, Any]:
 
     Raises UsageError if there is no best one.
     """
-    last = result.metrics[-1]
     if not best:
-        return last["round"], result.state
+        return result.round, result.state
     if result.best is None:
         raise UsageError("there is no best round: the run had no validation examples to choose it")
-    return last["best_round"], result.best
+    return result.metrics[-1]["best_round"], result.best
 
 
 def _network(member: Algorithm, algorithm: str) -> Any:

@@ -16,15 +16,20 @@ from fedjax_pfl.simulation.ledger import Ledger
 
 
 class Result(NamedTuple):
-    """Result of a finished run: its metrics and final state, and the examples and functions."""
+    """Result of a run that has finished or that a callback ended.
+
+    It has the metrics and the last state, and the examples and functions.
+    """
 
     config: dict[str, Any]  # resolved settings as nested plain data
     metrics: list[dict[str, Any]]  # one per evaluation, as in metrics.jsonl
     clients: list[dict[str, Any]]  # one per client, as in clients.csv
     confusion: Mapping[str, Any]  # as in confusion.json; empty if no matrices were counted
     ledger: Ledger  # bytes downloaded and uploaded, and counts by client
-    state: State  # after the last round
-    best: State | None  # best state of the last phase; None without validation examples
+    round: int  # number of finished rounds
+    phase: int  # index into `phases` of the phase of the last round
+    state: State  # after `round` rounds
+    best: State | None  # best state of this phase; None without validation examples
     phases: tuple[Phase, ...]  # parts of the run with one algorithm each, in order
     data: data.FederatedData  # examples of all clients
     federation: Federation  # facts about the clients
@@ -42,7 +47,7 @@ class Result(NamedTuple):
             if name.endswith("_mean") and value is not None
         ]
         directory = [] if self.directory is None else [str(self.directory)]
-        parts = [self.config["algorithm"], f"{last.get('round', 0)} rounds", *scores, *directory]
+        parts = [self.config["algorithm"], f"{self.round} rounds", *scores, *directory]
         return f"Result({', '.join(parts)})"
 
 
@@ -54,6 +59,8 @@ def make_result(experiment: Experiment, sweep_run: SweepRun, state: State) -> Re
         clients=client_rows(experiment, sweep_run.at),
         confusion=sweep_run.at.confusion,
         ledger=sweep_run.at.ledger,
+        round=sweep_run.at.round,
+        phase=sweep_run.at.phase,
         state=state,
         best=sweep_run.best,
         phases=experiment.phases,

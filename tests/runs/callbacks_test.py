@@ -37,6 +37,8 @@ def test_callbacks_receive_every_round_and_evaluation_and_can_stop_a_run(tmp_pat
     stopped = pfl.run(SETTINGS, on_round=lambda t, log: t < 2)
     assert [line["round"] for line in stopped.metrics] == [2]
     assert stopped.ledger.total_up == sum(count for *_, count in rounds[:3])
+    assert (stopped.round, stopped.phase) == (3, 0)
+    assert "3 rounds" in repr(stopped)
 
     # Ended before the first evaluation: nothing to report.
     stopped = pfl.run(SETTINGS, tmp_path / "short", on_round=lambda t, log: False)

@@ -71,6 +71,8 @@ def make_result(rounds, algorithm, **changes):
         metrics=[{"round": rounds, "best_round": None}],
         clients=[],
         ledger=ledger.empty(3),
+        round=rounds,
+        phase=0,
         state=state,
         best=None,
         phases=built.phases,
@@ -172,6 +174,15 @@ def test_names_and_metadata_of_a_file(tmp_path):
     np.testing.assert_array_equal(inputs, examples_of(result, 1).x[:4])
     labels = np.asarray(facts["label_map"])[result.data.y[rows]]
     np.testing.assert_array_equal(labels, examples_of(result, 1).y[:4])
+
+
+def test_models_of_a_run_that_a_callback_ended_in_its_first_phase(tmp_path):
+    phases = ({"rounds": 9}, {"algorithm": "fedper"})
+    result = make_result(7, "fedavg", phases=phases)._replace(metrics=[])
+    (path,) = export.write_models(result, tmp_path, [1])
+    facts = export.describe(path)
+    assert (facts["algorithm"], facts["round"]) == ("fedavg", 7)
+    chex.assert_trees_all_equal(jax.device_get(export.load(path)[1]), result.state.server)
 
 
 def test_models_in_the_layout_of_pytorch(tmp_path):
