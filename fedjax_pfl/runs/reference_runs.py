@@ -101,10 +101,15 @@ def missing_runs(
 
 
 def _reference(settings: ConfigDict, method: str, registry: configuration.Registry) -> ConfigDict:
-    """Returns settings for `method`: those of the last phase, all rounds, and no transforms."""
+    """Returns settings for `method`: those of the last phase, all rounds, and no transforms.
+
+    A late client of Local has no update, because Local cannot use partial work.
+    """
     phases = configuration.phases(settings, registry)
     config = phases[-1].copy_and_resolve_references()
     config.update(algorithm=method, rounds=sum(phase.rounds for phase in phases))
     config.update(reference=False, reference_runs="", sweep="", seeds=1)
     config.update({name: row.default_value for name, row in transforms.SETTINGS.items()})
+    if method == "local":  # has no mean of uploads, which partial work needs
+        config.late = "missing"
     return config

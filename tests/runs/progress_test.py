@@ -11,7 +11,7 @@ from fedjax_pfl import algorithms
 from fedjax_pfl.core.metrics import ACCURACY, SQUARED_ERROR
 from fedjax_pfl.report import page as report
 from fedjax_pfl.report import references, run_reader
-from fedjax_pfl.runs import progress, run_state
+from fedjax_pfl.runs import progress, reference_runs, run_state
 from fedjax_pfl.runs.result import run_record
 from fedjax_pfl.settings import configuration
 from tests.commands import message
@@ -122,6 +122,16 @@ def test_clients_with_one_pooled_example_take_part():
         assert accuracies.count(None) == 4
         mean = result.metrics[-1][stage]
         assert (mean["clients"], mean["not_finite"], mean["accuracy_mean"]) == (1, 0, tested)
+
+
+def test_late_clients_of_reference_runs(tmp_path):
+    """Local refuses late=partial."""
+    settings = {**SHORT, "step_seconds": 1.0, "deadline": 2.0, "late": "partial", "reference": True}
+    config = configuration.complete({**settings, "algorithm": "fedprox"})
+    run = run_reader.Run(directory=tmp_path, config=configuration.resolve(config), metrics=[])
+    missing = reference_runs.missing_runs(run, config, configuration.BUILTINS)
+    late = {path.name: config.late for path, config in missing.items()}
+    assert late == {"fedavg": "partial", "local": "missing"}
 
 
 def test_reference_runs(tmp_path, monkeypatch, write_page):
