@@ -40,7 +40,8 @@ def to_json(net: Any) -> dict[str, Any]:
     Raises UsageError if it is neither built-in nor passed to `run` as `model`.
     """
     if isinstance(net, UserNetwork):
-        return {"kind": "own", "name": net.name, **json.loads(json.dumps(dict(net.settings)))}
+        settings = json.loads(json.dumps(dict(net.settings)))
+        return {"kind": "own", "name": net.name, "settings": settings}
     kinds = {network: name for name, network in NETWORKS.items()}
     if type(net) not in kinds:
         raise UsageError(f"{type(net).__name__} is a network of your own, which no file can hold")
@@ -64,7 +65,7 @@ def from_json(content: dict[str, Any], facts: dict[str, Any], model: Any) -> Any
         }
         return NETWORKS[content["kind"]](**fields)
     name = content["name"]
-    settings = {k: content[k] for k in content if k not in ("kind", "name")}
+    settings = content["settings"]
     if model is None:
         raise UsageError(f"it has a network of your own, {name}; use load(path, model={name})")
     registry, config = custom.register({}, model=model)

@@ -13,7 +13,7 @@ from flax import nnx
 import fedjax_pfl
 from fedjax_pfl.core.metrics import ACCURACY
 from fedjax_pfl.core.task import Task, classification
-from fedjax_pfl.runs import export
+from fedjax_pfl.runs import export, network_json
 from fedjax_pfl.runs.build import build
 from fedjax_pfl.settings import configuration, custom
 from tests.commands import message
@@ -102,7 +102,7 @@ def test_runs_and_exported_files_need_the_same_network(tmp_path):
     assert line in message(export.load, path)
     assert "it has the network Net, got Modern" in message(export.load, path, Modern)
     model, variables = export.load(path, Net)
-    assert export.describe(path)["model"]["hidden"] == 3
+    assert export.describe(path)["model"]["settings"]["hidden"] == 3
     head = variables["params"].pop(model.head)
     assert head["kernel"].shape == (2, 2)
     expected = result.state.clients.personal["params"][model.head]["bias"][1]
@@ -132,6 +132,19 @@ def test_settings_of_modules_classes_and_functions(model, name, settings):
     assert config["model"] == name
     assert len(config[name].pop("digest")) == 16
     assert config[name] == settings
+
+
+def kinds(outputs, kind: str = "plain", name: str = "first"):
+    return nn.Dense(outputs)
+
+
+def test_settings_may_have_the_names_of_fields_of_a_model_file():
+    registry, _ = custom.register({}, model=kinds)
+    network = registry.model["kinds"](outputs=2, kind="deep", name="last")
+    content = json.loads(json.dumps(network_json.to_json(network)))
+    facts = {"outputs": 2, "input_shape": [5], "input_dtype": "float32"}
+    decoded = network_json.from_json(network_json.lists_to_tuples(content), facts, kinds)
+    assert (decoded.name, decoded.settings) == (network.name, network.settings)
 
 
 def test_digests_depend_on_the_code_and_the_fields_of_a_module():
