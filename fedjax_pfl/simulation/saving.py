@@ -1,5 +1,6 @@
 """Saves a state to a file and restores it, bit for bit."""
 
+import contextlib
 import os
 import zipfile
 from pathlib import Path
@@ -41,7 +42,8 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
             f"{path} cannot be written: {error.strerror or first_line(error)}"
         ) from None
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder of the file may be no folder
+            partial.unlink()
 
 
 def restore(path: str | os.PathLike[str], like: Any) -> Any:

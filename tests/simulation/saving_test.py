@@ -58,6 +58,10 @@ def test_dtypes_and_damaged_files(tmp_path: Path):
 
 def test_a_file_that_cannot_be_written(tmp_path: Path):
     assert "cannot be written: No such file" in message(pfl.save, tmp_path / "no" / "a.npz", {})
+    (tmp_path / "file").touch()
+    line = message(pfl.save, tmp_path / "file" / "a.npz", {})
+    assert "cannot be written: Not a directory" in line
+    (tmp_path / "file").unlink()
     (tmp_path / "a.npz").mkdir()
     assert "cannot be written: Is a directory" in message(pfl.save, tmp_path / "a.npz", {})
     assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]  # no part of a file
