@@ -4,6 +4,7 @@ import functools
 import sys
 import time
 from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -140,7 +141,8 @@ def _restore_all(experiment: Experiment, sweep_runs: Sequence[SweepRun]) -> list
         restored = []
         for sweep_run, store in zip(sweep_runs, stores, strict=True):
             try:
-                restored.append(restore(experiment, store, templates, step, sweep_run.config))
+                folder, config = sweep_run.directory, sweep_run.config
+                restored.append(restore(experiment, store, templates, step, config, folder))
             except checkpoints.DamagedError as error:
                 name = f" of {sweep_run.name}" if sweep_run.name else ""
                 damaged.append((f"round {step}{name}", str(error)))
@@ -180,8 +182,11 @@ def restore(
     templates: Sequence[PyTree],
     step: int,
     config: Mapping[str, Any],
+    folder: Path | None = None,
 ) -> Restored:
     """Restores the checkpoint of round `step`, with shapes from `state_templates`.
+
+    Client-side state on disk goes to a file in `folder`; None: in the one of temporary files.
 
     Raises DamagedError if it is damaged, and UsageError if it belongs to a run whose settings give
     other results than `config`, the resolved configuration.
@@ -213,7 +218,7 @@ def restore(
         stores.RowStore,
         clients=phase.federation.clients,
         store="disk" if phase.store == "disk" else "host",
-        folder=store.folder.parent,
+        folder=folder,
     )
     clients, best_clients = changed_rows.read(
         store.rows,

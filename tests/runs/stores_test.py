@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.runs import checkpoints, export, runner
+from fedjax_pfl.runs import checkpoints, export, run_directory, runner
 from fedjax_pfl.runs.interrupt import Stop, Stopped
 from fedjax_pfl.simulation.stores import to_arrays
 from tests.runs.common import BASE, at_step, kill, undisturbed, untimed
@@ -69,7 +69,10 @@ def test_a_run_resumes_with_another_store(method, tmp_path):
     result = runner.run(config | {"store": "disk"}, tmp_path)
     assert result.resumed_at == 3
     assert_close_runs(result, undisturbed(config))
+    run_directory.write_json(tmp_path / "config.json", result.config)  # with store=disk
+    written = tmp_path.stat().st_mtime_ns
     loaded = export.load_result(tmp_path)
+    assert tmp_path.stat().st_mtime_ns == written
     for state in (result.state, result.best):
         states = (state, to_arrays(state))
         models = [list(export.personalize(loaded, form, 4, [1, 4])) for form in states]
