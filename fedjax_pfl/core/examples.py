@@ -102,4 +102,5 @@ def take(data: ClientData | FederatedData, rows: Array, mask: Array) -> Batch:
     y = data.y[rows]
     if data.label_map is not None:
         y = data.label_map[y]
-    return Batch(*(jnp.where(has_examples, leaf, jnp.zeros_like(leaf)) for leaf in (x, y)), mask)
+    x, y = (jnp.where(has_examples, leaf, jnp.zeros_like(leaf)) for leaf in (x, y))
+    return Batch(x, y, mask)
