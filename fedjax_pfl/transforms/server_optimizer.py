@@ -32,14 +32,16 @@ from fedjax_pfl.transforms.wrapping import (
     Transform,
     TransformContext,
     check_single_model,
+    with_method_state,
     with_server_state,
+    without_records,
 )
 
 
 class Server(NamedTuple):
     """Server-side state of the method, and the state of the optimiser."""
 
-    method: PyTree  # server-side state of the method
+    method: PyTree  # server-side state of the method, in records of inner transforms
     optimizer: PyTree  # state of the optimiser of the model's parameters
 
 
@@ -93,16 +95,18 @@ def server_optimizer(data: FederatedData, optimizer: optax.GradientTransformatio
         check_single_model("server_optimizer", algorithm, data)
 
         def first(server: PyTree) -> Server:
-            return Server(server, optimizer.init(server["params"]))
+            return Server(server, optimizer.init(without_records(server)["params"]))
 
         def receive(record: Server, state: State, cohort: Cohort) -> tuple[Server, PyTree]:
-            mean, rows = algorithm.receive(state, cohort)
-            old = state.server["params"]
+            # Inner transforms, such as adaptive clipping, may keep records around the model.
+            inner, rows = algorithm.receive(state, cohort)
+            mean, old = without_records(inner), without_records(state.server)["params"]
             delta = jax.tree.map(jnp.subtract, mean["params"], old)
             gradient = jax.tree.map(jnp.negative, delta)
             steps, optimizer_state = optimizer.update(gradient, record.optimizer, old)
             new = jax.tree.map(_apply_step, old, steps, delta, mean["params"])
-            return Server({**mean, "params": new}, optimizer_state), rows
+            server = with_method_state(inner, {**mean, "params": new})
+            return Server(server, optimizer_state), rows
 
         return with_server_state(algorithm, Server, first, receive)
 

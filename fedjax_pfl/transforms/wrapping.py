@@ -123,7 +123,7 @@ def check_single_model(setting: str, algorithm: Algorithm, data: FederatedData) 
     if has_groups(algorithm):
         raise UsageError(f"{setting} is for one architecture; use it without groups")
     shapes = round_shapes(algorithm, data)
-    server = _without_records(shapes.state.server)
+    server = without_records(shapes.state.server)
     is_model = isinstance(server, Mapping) and "params" in server
     if not (
         is_model
@@ -148,8 +148,8 @@ def chain(algorithm: Algorithm, *transforms: Transform) -> Algorithm:
     def init(key: jax.Array, start: State | None = None) -> State:
         if start is None:
             return inner.init(key)
-        clients = tuple(map(_without_records, wrap_clients(inner, start).clients))
-        method_state = State(_without_records(start.server), start.rows, clients)
+        clients = tuple(map(without_records, wrap_clients(inner, start).clients))
+        method_state = State(without_records(start.server), start.rows, clients)
         return inner.init(key, unwrap_clients(inner, method_state))
 
     algorithm = inner._replace(init=init)
@@ -158,11 +158,23 @@ def chain(algorithm: Algorithm, *transforms: Transform) -> Algorithm:
     return algorithm
 
 
-def _without_records(part: PyTree) -> PyTree:
+def without_records(part: PyTree) -> PyTree:
     """Returns the innermost field `method` of nested records of transforms, or else the part."""
     while getattr(part, "_fields", ("",))[0] == "method":
         part = part.method
     return part
+
+
+def with_method_state(part: PyTree, state: PyTree) -> PyTree:
+    """Returns nested records of transforms with another state of the method in the innermost one.
+
+    Args:
+      part: Server-side or client-side state of a method, in any number of records.
+      state: New state of the method.
+    """
+    if part is without_records(part):
+        return state
+    return part._replace(method=with_method_state(part.method, state))
 
 
 def with_server_state(

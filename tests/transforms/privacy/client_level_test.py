@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from scipy.stats import chi2
 
@@ -16,6 +17,7 @@ from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.simulation.rounds import make_rounds
 from fedjax_pfl.transforms.privacy import clip_and_noise
 from fedjax_pfl.transforms.privacy.client_level import client_privacy, unsupported_reason
+from fedjax_pfl.transforms.server_optimizer import server_optimizer
 from tests import cases, rules, tiny
 from tests.transforms.server_optimizer_test import toy
 
@@ -122,6 +124,21 @@ def test_the_norm_follows_the_quantile_with_its_share_of_the_noise():
     log_norms = -np.log(np.array([s.clip_norm for s in servers]) / 0.5) / 0.2
     np.testing.assert_allclose(log_norms.std() * K, 3.0 / (2 * np.sqrt(0.1)), rtol=0.25)
     assert noised.observe(noised.init(KEY))["clip_norm"] == 0.5
+
+
+@pytest.mark.parametrize("settings", [{"quantile": 0.5}, {"bands": 2}])
+def test_a_server_optimizer_steps_the_model_inside_the_state_of_privacy(settings: Any):
+    algorithm = private(vector(3), clip_norm=2.0, noise_multiplier=0.5, **settings)
+    changes = {"params": {"w": np.ones((K, 3), np.float32)}}
+
+    def server_after_a_round(algorithm: Algorithm) -> Any:
+        return receive(algorithm, algorithm.init(KEY), changes, np.ones(K, bool))
+
+    expected = server_after_a_round(algorithm)
+    for rate in (1.0, 0.5):
+        server = server_after_a_round(server_optimizer(DATA, optax.sgd(rate))(algorithm)).method
+        w = rate * expected.method["params"]["w"]
+        chex.assert_trees_all_equal(server, expected._replace(method={"params": {"w": w}}))
 
 
 EQUAL = FEDERATION._replace(counts=np.full(K, 5))
