@@ -10,9 +10,14 @@ examples. Everything that the server computes is a function of Δ. An absent cli
 K stays the divisor.
 
 Adaptive clipping (Andrew et al., Differentially Private Learning with Adaptive Clipping, 2021):
-b is the noised share of clients with ‖Δ_k‖₂ ≤ C, γ the requested quantile, and
-C ← C exp(−0.2 (b − γ)). A tenth of the budget is for b: its sum has noise z / (2 √0.1), and Δ has
-noise z C / (K √0.9) instead, so that both together are one Gaussian mechanism of multiplier z.
+with the requested quantile γ and the number m of clients that arrived,
+
+  b = Σ_k 1[‖Δ_k‖₂ ≤ C] − γ m + N(0, (z / (2 √0.1))²);   C ← C exp(−0.2 b / K)
+
+with the sum over these m clients, so absent clients do not move C. A tenth of the budget is for b.
+A client's term in b is 1 − γ, −γ or, if it is absent, 0. A replaced client moves b by at most 1, so
+the noise covers m too. Δ has noise z C / (K √0.9) instead, so that both together are one Gaussian
+mechanism of multiplier z.
 
 With more than one band, the noise of rounds is correlated, see `correlated_noise`.
 
@@ -158,7 +163,8 @@ def client_privacy(
             noise = noise_multiplier / (2 * math.sqrt(_QUANTILE_SHARE))
             _, share_key = jax.random.split(_noise_key(cohort))
             count = jnp.sum(is_below.astype(jnp.float32)) + noise * jax.random.normal(share_key)
-            step = _QUANTILE_RATE * (count / clients_per_round - quantile)
+            arrived_share = jnp.sum(cohort.arrived.astype(jnp.float32)) / clients_per_round
+            step = _QUANTILE_RATE * (count / clients_per_round - quantile * arrived_share)
             return Server(server, record.clip_norm * jnp.exp(-step)), rows
 
         def receive_correlated(

@@ -115,6 +115,12 @@ def test_the_norm_follows_the_quantile_with_its_share_of_the_noise():
     share = np.mean(norms <= 1.5)
     server = receive(plain, plain.init(KEY), changes, np.ones(K, bool))
     np.testing.assert_allclose(server.clip_norm, 1.5 * np.exp(-0.2 * (share - 0.9)), rtol=1e-5)
+    # An absent client counts neither as below the norm nor as above it.
+    arrived = np.arange(K) >= K - 3
+    below = np.sum(norms[arrived] <= 1.5)
+    server = receive(plain, plain.init(KEY), changes, arrived)
+    expected = 1.5 * np.exp(-0.2 * (below - 0.9 * 3) / K)
+    np.testing.assert_allclose(server.clip_norm, expected, rtol=1e-5)
     noised = private(vector(SIZE), clip_norm=0.5, noise_multiplier=3.0, quantile=0.5)
     no_change = {"params": {"w": np.zeros((K, SIZE), np.float32)}}
     run = jax.jit(lambda key: receive(noised, noised.init(KEY), no_change, np.ones(K, bool), key))
