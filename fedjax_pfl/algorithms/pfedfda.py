@@ -21,7 +21,9 @@ Deviations: β is the best of 0, 0.1, ..., 1; the authors use L-BFGS. The folds 
 example of each class; theirs are random. Features are those of φ_i after training; the authors'
 code takes them during training. ε = 1 is from that code, which also adds 1e-4 to all entries of Σ̂
 and by default has a second β for Σ. It uses μ_c for classes with fewer than three examples only in
-the model that is served; here also in training and in the folds of cross-validation.
+the model that is served; here also in training and in the folds of cross-validation. The server
+sends Σ with eigenvalues of at least min(1, ε) / 2. Without this they are at least min(1, ε), unless
+something changes uploads, such as noise for privacy.
 """
 
 from typing import Any, NamedTuple
@@ -76,6 +78,26 @@ def bayes_head(gaussians: Gaussians, shares: jax.Array) -> PyTree:
     covariance = (1 - _SMALL) * covariance + _SMALL * mean_variance * jnp.eye(d)
     kernel = jax.scipy.linalg.solve(covariance, means.T, assume_a="pos")
     return {"kernel": kernel, "bias": jnp.log(shares) - jnp.sum(means.T * kernel, 0) / 2}
+
+
+def bound_eigenvalues(covariance: jax.Array, least: Any) -> jax.Array:
+    """Returns a covariance whose eigenvalues are at least `least`, such as after noise.
+
+    It is unchanged, bit for bit, if they are. As in `bayes_head`, the upper triangle decides.
+
+    Args:
+      covariance: Σ, [d, d].
+      least: Least eigenvalue.
+    """
+
+    def bound(covariance: jax.Array) -> jax.Array:
+        values, vectors = jnp.linalg.eigh((covariance + covariance.T) / 2)
+        scaled = vectors * jnp.maximum(values, least)[None]
+        return jnp.matmul(scaled, vectors.T, precision="highest")
+
+    factor = jax.scipy.linalg.cholesky(covariance - least * jnp.eye(len(covariance)))
+    is_bounded = jnp.all(jnp.isfinite(factor))
+    return jax.lax.cond(is_bounded, lambda covariance: covariance, bound, covariance)
 
 
 def fit_gaussians(z: jax.Array, member: jax.Array, shared: jax.Array, ridge: Any) -> Gaussians:
@@ -159,6 +181,10 @@ def pfedfda(
         body = dict(tree)
         return body, Gaussians(means=body.pop("means"), covariance=body.pop("covariance"))
 
+    def send(state: State, ctx: ClientContext) -> PyTree:
+        covariance = bound_eigenvalues(state.server["covariance"], jnp.minimum(1.0, ridge) / 2)
+        return {**state.server, "covariance": covariance}
+
     def new_server(key: jax.Array, start: State | None = None) -> PyTree:
         _, body = trees.split(initial_variables(model, federation, key, start), {model.head})
         means = jax.random.uniform(jax.random.fold_in(key, 1), (classes, d))
@@ -199,12 +225,12 @@ def pfedfda(
         )
 
     def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:
-        body, shared = parts(state.server)
+        body, shared = parts(send(state, ctx))
         shares = shares_of(ctx.data)
         _, gaussians = adapt(with_head(body, shared, shares), shared, ctx.data)
         return with_head(body, gaussians, shares)
 
-    return base._replace(init=init, train=train, personalize=personalize)
+    return base._replace(init=init, send=send, train=train, personalize=personalize)
 
 
 PFEDFDA = Method(pfedfda, title="pFedFDA", paper="McLaughlin and Su 2024")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl import algorithms
-from fedjax_pfl.core import local_training
+from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import State
 from tests.algorithms import linear
 from tests.algorithms.linear import A
@@ -107,3 +107,11 @@ def test_a_round_equals_numpy():
 
     # A phase continues an earlier one.
     chex.assert_trees_all_equal(algorithm.init(linear.KEY, state).server, server)
+
+    # Noise on uploads may make Σ indefinite; the eigenvalues of the symmetric part are 2 and -3.
+    ctx = linear.context(data)
+    chex.assert_trees_all_equal(algorithm.send(state, ctx), server)
+    noised = State({**server, "covariance": jnp.float32([[1, 3], [1, -2]])}, (), ())
+    bounded = 2.0 * np.array([[4, 2], [2, 1]]) / 5 + RIDGE / 2 * np.array([[1, -2], [-2, 4]]) / 5
+    np.testing.assert_allclose(algorithm.send(noised, ctx)["covariance"], bounded, rtol=1e-5)
+    assert trees.all_finite(algorithm.personalize(noised, (), ctx))
