@@ -34,6 +34,7 @@ from fedjax_pfl.transforms.wrapping import (
     TransformContext,
     round_shapes,
     with_client_state,
+    without_records,
 )
 
 Path = tuple[Any, ...]
@@ -99,6 +100,8 @@ def private_layers(
     def first(member: Algorithm, key: jax.Array, state: State, start: State | None) -> PyTree:
         if start is not None and isinstance(start.clients, Client):
             return start.clients.own
+        # The earlier phase may have had transforms that this one does not have.
+        start = start and start._replace(server=without_records(start.server))
         private, _ = trees.split(initial_variables(model, federation, key, start), layers)
         return trees.repeat(private, federation.clients)
 

@@ -4,8 +4,10 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from fedjax_pfl import transforms
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import by_group
@@ -100,6 +102,21 @@ def test_later_phase_starts_from_the_private_heads():
     without, _ = after_rounds(cases.make("fedavg", FEDERATION), 2)
     head = with_private_head("fedavg").init(KEY, without).clients.own["params"]["fc2"]["kernel"]
     np.testing.assert_array_equal(head[4], without.server["params"]["fc2"]["kernel"])
+
+
+def test_later_phase_starts_from_a_server_with_the_state_of_other_transforms():
+    fedavg = cases.make("fedavg", FEDERATION)
+    earlier = transforms.chain(
+        fedavg,
+        transforms.server_optimizer(DATA, optax.sgd(1.0)),
+        transforms.robust(FEDERATION, DATA, "median"),
+    )
+    start = earlier.init(KEY)
+    state = transforms.chain(fedavg, keep_head).init(jax.random.key(4), start)
+    model = start.server.method.method
+    chex.assert_trees_all_equal(state.server, model)
+    head, _ = trees.split(model, {"fc2"})
+    chex.assert_trees_all_equal(state.clients.own, trees.repeat(head, tiny.CLIENTS))
 
 
 def test_fedfomo_stores_models_with_the_private_head():
