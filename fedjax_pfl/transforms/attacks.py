@@ -43,7 +43,7 @@ from fedjax_pfl.core.algorithm import (
     PyTree,
     State,
 )
-from fedjax_pfl.core.errors import require_one_of
+from fedjax_pfl.core.errors import UsageError, require_one_of
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.core.groups import group_algorithms, has_groups
 from fedjax_pfl.core.setting import Limits, Setting, UsedWith
@@ -222,10 +222,17 @@ class DataAttack(NamedTuple):
 def select_attackers(value_of: Callable[[str], Any], federation: Federation) -> np.ndarray:
     """Returns bool [N]: the attackers that the settings select, none by default.
 
-    `value_of` returns the value of a setting by its name.
+    Raises UsageError if no client is honest. `value_of` returns the value of a setting by its name.
     """
     share = value_of("attack_share") if value_of("attack") != "none" else 0.0
-    return attackers(federation, share, value_of("partition_seed"))
+    is_attacker = attackers(federation, share, value_of("partition_seed"))
+    active = int(np.sum(federation.active))
+    if share and is_attacker.sum() == active:
+        raise UsageError(
+            f"attack_share is {share:g}, which makes attackers of all {active} clients; lower it, "
+            "so that at least one is honest"
+        )
+    return is_attacker
 
 
 def attack_data(

@@ -163,6 +163,10 @@ def test_invalid_settings_are_refused(changes, fragments):
             ["schedule_end is 0", "never reaches"],
         ),
         (
+            {"attack": "sign_flip", "attack_share": 0.9},
+            ["attack_share is 0.9", "attackers of all 3 clients; lower it"],
+        ),
+        (
             {"algorithm": "local", "server_optimizer": "adam"},
             ["server_optimizer is for methods", "leave it off"],
         ),
