@@ -148,6 +148,7 @@ def test_invalid_settings_are_refused(changes, fragments):
         ({"phases": [{"algorithm": "local"}, {}]}, ["phase", "global model"]),
         ({**LOCAL, "privacy_noise": None}, ["exactly one of privacy_noise and privacy_epsilon"]),
         ({**LOCAL, "privacy_clip_norm": None}, ["privacy_clip_norm is unset"]),
+        ({**LOCAL, "privacy_noise": 1e20}, ["privacy_noise is 1e+20", "at most 1000000"]),
         ({**LOCAL, "privacy_delta": 0.4}, ["privacy_delta is 0.4", "with 3 clients", "0.333"]),
         ({**LOCAL, "max_update_norm": 1.0}, ["max_update_norm", "leave it out"]),
         ({**LOCAL, "phases": [{}, {}]}, ["privacy is for runs without phases"]),

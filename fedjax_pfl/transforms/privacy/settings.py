@@ -236,7 +236,7 @@ PRIVACY = Selectable(
             float,
             "Standard deviation of the noise on the sum of updates or of a batch's gradients, or "
             "on each upload if local, as a multiple of privacy_clip_norm.",
-            limits=Limits(low=0),
+            limits=Limits(low=0, high=1_000_000),  # epsilon is 0 above, or cannot be computed
             used_with=_USED,
         ),
         "privacy_epsilon": Setting(
