@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.core.examples import Batch, ClientData, Split, take
+from fedjax_pfl.core.examples import Batch, ClientData, Split, take, take_to_train
 
 PyTree = Any
 _ALWAYS_PADDED = 1024
@@ -70,7 +70,7 @@ def sample_batch(data: ClientData, split: Split, size: int, key: jax.Array) -> B
     """
     longest = split.rows.shape[0]
     positions, mask = sample_positions(key, longest, split.size, padded_size(size, longest))
-    return take(data, split.rows[positions], mask)
+    return take_to_train(data, split.rows[positions], mask)
 
 
 def sum_batches(

@@ -82,25 +82,40 @@ def client_data(data: FederatedData, i: Array) -> ClientData:
 def take(data: ClientData | FederatedData, rows: Array, mask: Array) -> Batch:
     """Gathers examples, normalises `x` and maps `y`.
 
-    Padding repeats the first real example: a network or loss without a gradient at 0, such as a
-    norm, would return NaN for zeros, and 0 times NaN would reach the gradient.
-
     Args:
       data: Data of one client. `FederatedData` also works if it has no label map.
       rows: int32 [B], rows of the flat arrays; ignored where `mask` is False.
       mask: bool [B].
 
     Returns:
-      A batch. If all of it is padding, examples and labels are zeros.
+      A batch whose padding has zero examples and zero labels.
     """
-    rows = jnp.where(mask, rows, rows[jnp.argmax(mask)])
+    x, y = _gather(data, jnp.where(mask, rows, 0))
+
+    def zero_padding(leaf: Array) -> Array:
+        leaf_mask = mask.reshape(mask.shape + (1,) * (leaf.ndim - mask.ndim))
+        return jnp.where(leaf_mask, leaf, jnp.zeros_like(leaf))
+
+    return Batch(zero_padding(x), zero_padding(y), mask)
+
+
+def take_to_train(data: ClientData, rows: Array, mask: Array) -> Batch:
+    """Gathers examples as `take` does; padding repeats the first real example, if there is one.
+
+    A network or loss without a gradient at 0, such as a norm, would return NaN for zeros, and 0
+    times NaN would reach the gradient.
+    """
     has_examples = jnp.any(mask)
-    rows = jnp.where(has_examples, rows, 0)
+    rows = jnp.where(mask, rows, rows[jnp.argmax(mask)])
+    x, y = _gather(data, jnp.where(has_examples, rows, 0))
+    x, y = (jnp.where(has_examples, leaf, jnp.zeros_like(leaf)) for leaf in (x, y))
+    return Batch(x, y, mask)
+
+
+def _gather(data: ClientData | FederatedData, rows: Array) -> tuple[Array, Array]:
+    """Returns normalised examples x and mapped labels y of rows, int32 [B], of the flat arrays."""
     x = data.x[rows]
     if data.scale is not None and data.shift is not None:
         x = x.astype(jnp.float32) * data.scale + data.shift
     y = data.y[rows]
-    if data.label_map is not None:
-        y = data.label_map[y]
-    x, y = (jnp.where(has_examples, leaf, jnp.zeros_like(leaf)) for leaf in (x, y))
-    return Batch(x, y, mask)
+    return x, y if data.label_map is None else data.label_map[y]
