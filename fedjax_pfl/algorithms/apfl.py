@@ -96,7 +96,7 @@ def apfl(
             )
             new_alpha = alpha - rate * jnp.sum(jnp.stack(jax.tree.leaves(products)))
             v_grads = jax.tree.map(lambda g: alpha * g, mixture_grads)
-            # Later steps of the round leave α as it is.
+            # Later steps of the round do not change α.
             carry = w_stats, mixture_stats, jnp.clip(new_alpha, 0, 1), jnp.zeros_like(rate)
             return (loss, carry), {"v": v_grads, "w": w_grads}
 

@@ -8,7 +8,7 @@ returned an update:
   if ‖mean_n Δ‖ < ε₁, max_k ‖Δ_k‖ > ε₂ and it has more than two members
   w_c ← Σ_k n_k w_k / Σ_k n_k, for each part over its own members, or for an unsplit c over all
 
-Deviations: complete linkage is that of the authors' code; the paper minimises the largest cosine
+Deviations: the authors' code also uses complete linkage; the paper minimises the largest cosine
 between the parts, which single linkage does, and splits only if this cosine is below a bound. Means
 are weighted by examples; the authors' are not, and their code splits no cluster in the first 20
 rounds. There are at most `max_clusters` clusters. The part of the first member keeps the id of

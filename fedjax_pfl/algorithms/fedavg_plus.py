@@ -6,8 +6,8 @@ as evaluated by Marfoq et al., Federated Multi-Task Learning under a Mixture of 
   θ_i = one local epoch from w, at evaluation; it is discarded
 
 Deviations: the first paper also trains the global model with a server optimiser before
-personalisation; as in the second, there is no such stage. Momentum starts at zero in each
-fine-tuning, in the second paper's code it continues.
+personalisation; here, as in the second paper, there is no such stage. Momentum starts at zero in
+each fine-tuning; in the second paper's code it continues.
 """
 
 from typing import Any

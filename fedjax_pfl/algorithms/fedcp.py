@@ -14,7 +14,7 @@ in the authors' code with the kernel Σ_a exp(−‖h − h'‖²/(2a)), a in 10
 Deviations: the authors' code adds Gumbel noise to a in training and evaluation; here r and s have
 no noise. v_i of the first round is that of ω; in the authors' code it is random. The downloaded φ
 computes its features in evaluation mode. Clients that are not sampled are evaluated with the newest
-ω and Θ, in the authors' code with those of their last round. BatchNorm statistics are averaged.
+ω and Θ; the authors' code uses the ones from their last round. BatchNorm statistics are averaged.
 """
 
 import dataclasses

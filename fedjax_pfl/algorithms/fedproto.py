@@ -13,10 +13,10 @@ authors' code, the penalty is the mean over examples. The mean of prototypes is 
 examples; the paper's equation also divides by the number of clients, and the authors' code takes
 the unweighted mean. Examples of a class without a prototype have no penalty, as in the authors'
 code. All clients of a network start equal; on MNIST and FEMNIST in the authors' code each starts at
-random. Prototypes are those of the trained model in evaluation mode, in their code those of the
-last epoch's batches. Their prediction considers only the client's own classes, here all. A class
-without a prototype is farther by 1 than the farthest prototype, so it is never predicted and its
-loss stays finite. The head predicts until the first prototype exists.
+random. The trained model computes prototypes in evaluation mode; their code averages features
+during the last epoch. They predict among the client's own classes, here among all. A class without
+a prototype is farther by 1 than the farthest prototype, so it is never predicted and its loss stays
+finite. The head predicts until the first prototype exists.
 """
 
 import dataclasses

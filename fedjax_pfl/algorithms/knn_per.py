@@ -8,8 +8,8 @@ client whose features z_j are nearest to z(x):
   h_c(x) = Σ_{j in N(x), y_j = c} s_j / Σ_{j in N(x)} s_j,   s_j = exp(−‖z(x) − z_j‖²/(d σ))
   output: λ h(x) + (1 − λ) softmax(w; x)
 
-Each client can select its λ on its validation examples, as in the paper: here the one of 0, 0.1,
-..., 1 with the lowest loss. The authors' code reports all of a grid on test examples.
+Each client can select its λ on its validation examples, as in the paper: here among 0, 0.1,
+..., 1 by the lowest loss. The authors' code reports a whole grid on test examples.
 
 Deviations: by default λ is the same for all clients. The distance of features is the squared one
 divided by d, as in the authors' code. All training examples are stored; the paper also studies

@@ -18,10 +18,10 @@ server computes g_φ. So the download is larger, by φ − θ_i − v_i, and tha
 Deviations: E is fully connected, for examples of any shape, with labels weighted as much as x; the
 paper's is a LeNet for images. The authors' code subtracts the mean of the first descriptor from all
 and divides by its standard deviation; here the initialisation of E gives them such a scale.
-Clipping and Adam are those of the authors' code. Its local steps have a weight decay of 5e-5, the
-paper's penalty on θ, here a setting of training; λ is 0 by default, as its Adam ignores the one
-that is set. In evaluation it multiplies the logits of a client's absent classes by 0; here they
-are kept. BatchNorm statistics stay on the clients.
+Clipping and Adam are as in the authors' code. Its local steps have a weight decay of 5e-5, the
+paper's penalty on θ, here a setting of training. λ is 0 by default, because its Adam ignores the
+value that is set. In evaluation it multiplies the logits of a client's absent classes by 0; here
+they are kept. BatchNorm statistics stay on the clients.
 """
 
 from typing import Any, NamedTuple

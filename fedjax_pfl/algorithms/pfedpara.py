@@ -4,8 +4,8 @@ Hyeon-Woo, Ye-Bin and Oh, FedPara: Low-rank Hadamard Product for Communication-E
 Learning, 2022. Wi has the factors xi and yi, and ti in a convolution (`Hadamard`). FedAvg averages
 the factors of W1 and everything that is not factorised: the head, biases, BatchNorm.
 
-Deviations: the head is not factorised, like the dense layers of the paper's VGG16; networks of two
-dense layers it factorises whole, so a part of their head is personal. γ is 0 by default, in the
+Deviations: the head is not factorised, like the dense layers of the paper's VGG16; it factorises
+networks of two dense layers whole, so a part of their head is personal. γ is 0 by default, in the
 paper's runs of pFedPara 0.5. Factors start from a normal distribution with the variance that gives
 W the variance of its fan-in. The mean is weighted by examples, as in FedAvg.
 """

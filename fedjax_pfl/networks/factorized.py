@@ -192,9 +192,9 @@ class Hadamard(Reparametrised):
 
     Args:
       gamma: Chooses the rank, from 0 to 1. With 0 it is ⌈√max(I, O)⌉, with which W can have full
-        rank; ⌈√min(I, O)⌉ would be enough, and the authors' code has the larger one. With 1 the
-        factors have about the size of W. The rank is never below that of 0, so the factors of small
-        kernels can have more entries than W.
+        rank; ⌈√min(I, O)⌉ would be enough, but the authors' code takes the larger. With 1 the
+        factors have about the size of W. The rank never falls below its value for 0, so factors of
+        small kernels can have more entries than W.
     """
 
     gamma: float = 0.0

@@ -40,7 +40,7 @@ def map_clients(
     Args:
       function: (algorithm of the client's group, state without clients, client-side state of the
         client, context whose key is that of the run) -> tree of arrays. It is compiled.
-      result: Result of a run; the algorithm is that of the phase in which it ended.
+      result: Result of a run; the algorithm of the phase where it ended is used.
       state: State after `t` rounds, of this phase.
       t: Number of rounds.
       ids: Client ids.

@@ -229,8 +229,8 @@ def select_attackers(value_of: Callable[[str], Any], federation: Federation) -> 
     active = int(np.sum(federation.active))
     if share and is_attacker.sum() == active:
         raise UsageError(
-            f"attack_share is {share:g}, which makes attackers of all {active} clients; lower it, "
-            "so that at least one is honest"
+            f"attack_share is {share:g}, which makes attackers of all {active} clients; lower it "
+            "until at least one is honest"
         )
     return is_attacker
 
