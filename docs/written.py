@@ -4,7 +4,8 @@ A page holds <!-- begin MARK ARGUMENT ... -->, the generated text, and <!-- end 
 docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., listing KIND,
 tables, speed FILE, goals FILE ..., profile FILE FILE, rounds FILE RIVAL, libraries FILE,
 accuracies FILE, memory FILE, server FILE, agreed FILE, leaderboard COLUMN, stress, summary,
-privacy, released, correlated, cells TABLE COLUMN,... ROW ..., gaps PAPER.
+privacy, released, correlated, cells TABLE COLUMN,... ROW ..., gaps PAPER,
+lengths TABLE COLUMN ROUNDS ....
 
 A name that does not exist in the code is an error. A test checks that pages are up to date.
 """
@@ -13,6 +14,7 @@ import importlib
 import inspect
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -269,6 +271,25 @@ def cells(name: str, columns: str, *rows: str) -> str:
     return "\n\n".join([text_tables.markdown([table]), *lines])
 
 
+def lengths(name: str, column: str, *rounds: str) -> str:
+    """Returns the accuracy of a column's rows after several numbers of rounds.
+
+    The mean is over the seeds that were evaluated at all of these rounds; rows without such seeds
+    are left out.
+    """
+    curves = load(f"{name.replace('/', '-')}-full.json")["curves"]
+    numbers, stage = [int(number) for number in rounds], TABLES[name].reported
+    rows = []
+    for row in TABLES[name].rows:
+        by_seed = curves.get(f"{row}/{column}", {}).values()
+        seeds = [dict(zip(curve["round"], curve[stage], strict=True)) for curve in by_seed]
+        seeds = [curve for curve in seeds if {*numbers} <= {*curve}]
+        if seeds:
+            means = [statistics.mean(curve[number] for curve in seeds) for number in numbers]
+            rows.append([row, *(f"{mean:.1f}" for mean in means), str(len(seeds))])
+    return text_tables.markdown([text_tables.Table("", [*rounds, "seeds"], rows)])
+
+
 def _without_equal_columns(
     table: text_tables.Table, heads: Sequence[str]
 ) -> tuple[text_tables.Table, str]:
@@ -309,6 +330,7 @@ MARKS: dict[str, Callable[..., str]] = {
     "stress": stress,
     "summary": summary,
     "cells": cells,
+    "lengths": lengths,
     "gaps": lambda paper: gaps.page_part(RESULTS, TABLES, paper),
 }
 

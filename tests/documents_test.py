@@ -340,6 +340,8 @@ def test_pages_contain_the_generated_values(written):
     rest = [row for row in TABLES["pfedla/table1"].rows if row not in {*measured_rows, "fedbn"}]
     assert not rest or f"Not run: {', '.join(rest)}." in results
     assert written.update(results.replace("90.45", "90.46")) == results
+    lengths = written.lengths("pfedla/table1", "emnist_digits-n10", "50", "600")
+    assert "| local | 92.4 | 92.7 | 3 |" in lengths  # 93.33, 93, 91; 93.67, 93, 91.33
     with pytest.raises(UsageError):
         written.cells("pfedla/table1", "cifar11-n10")
 

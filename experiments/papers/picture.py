@@ -88,14 +88,23 @@ def _style(i: int) -> _Style:
 def _line(
     axes: Axes, by_seed: Mapping[str, Any], stage: str, label: str, style: _Style
 ) -> Sequence[float]:
-    """Draws the mean and range over seeds; returns the heights of the second half and the top."""
+    """Draws the mean and range over seeds up to the last round that all have, then thin lines.
+
+    Returns the heights of the second half and the top.
+    """
     seeds = [dict(zip(curve["round"], curve[stage], strict=True)) for curve in by_seed.values()]
     rounds = sorted(set.intersection(*map(set, seeds)))
     values = np.array([[curve[r] for r in rounds] for curve in seeds])
-    axes.plot(rounds, values.mean(0), style.dash, color=style.colour, label=label, linewidth=1.4)
-    low, high = values.min(0), values.max(0)
-    axes.fill_between(rounds, low, high, color=style.colour, alpha=0.2, linewidth=0)
-    return [*values[:, len(rounds) // 2 :].ravel().tolist(), values.max()]
+    colour = style.colour
+    axes.plot(rounds, values.mean(0), style.dash, color=colour, label=label, linewidth=1.4)
+    axes.fill_between(rounds, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0)
+    for curve in seeds:
+        later = [r for r in curve if r >= max(rounds, default=0)]
+        if len(later) > 1 or not rounds:
+            axes.plot(later, [curve[r] for r in later], style.dash, color=colour, linewidth=0.6)
+    points = sorted((r, value) for curve in seeds for r, value in curve.items())
+    second_half = [value for r, value in points if r > points[-1][0] / 2]
+    return [*second_half, max(value for _, value in points)]
 
 
 def _point(axes: Axes, x: float, published: Published, style: _Style) -> list[float]:

@@ -3,35 +3,37 @@
 cells.json has a cell's numbers by seed, TABLE-full.json its curves, and TABLE-full.png a picture of
 them. gaps-PAPER.png shows our numbers next to the published ones.
 A run belongs to a cell if it has the published settings, except for rounds, evaluations, and the
-seeds of the run and its partition. A longer run replaces shorter ones. Seeds of one length add up,
-and a new run replaces an older one with the same seed.
+seeds of the run and its partition. A new run replaces the recorded one with the same seed unless it
+is shorter. A cell's accuracies are those at the last round at which three seeds were evaluated, or
+as many as there are. Of other measures only the final value is known, so the longest runs count.
 """
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.papers import gaps, picture
-from experiments.papers.agreement import CELLS, load
+from experiments.papers.agreement import CELLS, SEEDS, load
 from experiments.papers.picture import Curves
-from experiments.papers.table import Cell, Table, cells_of, moved
+from experiments.papers.table import Cell, Table, accuracy, after, cells_of, moved
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.report.comparison import result_settings
 from fedjax_pfl.settings import configuration
 
 FREE = ("rounds", "eval_every", "partition_seed")
+STAGES = {accuracy: "before", after: "after"}  # the curve that has a measure at every evaluation
 Cells = dict[tuple[str, str, str], dict[str, Any]]  # by table, row and column
 
 
 class CellRuns(NamedTuple):
-    """A cell, its longest runs by seed, their length, and the published length."""
+    """A cell, its longest run for each seed, and the published length."""
 
     cell: Cell
     runs: Mapping[int, run_reader.Run]
-    rounds: int
     published_rounds: int
 
 
@@ -41,22 +43,29 @@ def find(table: Table, folder: Path) -> list[CellRuns]:
     If several runs have the same seed, the run whose partition has that seed too is used.
     """
     defaults = run_reader.default_settings()
-    runs: dict[str, dict[int, dict[int, run_reader.Run]]] = {}
+    runs: dict[str, list[run_reader.Run]] = {}
     for run in _finished_runs(folder):
-        lengths = runs.setdefault(_key(run.config, defaults), {})
-        by_seed = lengths.setdefault(run.metrics[-1]["round"], {})
-        if run.seed not in by_seed or run.config.get("partition_seed", 0) == run.seed:
-            by_seed[run.seed] = run
+        runs.setdefault(_key(run.config, defaults), []).append(run)
     cell_runs = []
     for cell in cells_of(table):
         config = table.settings(cell.row, cell.column, table.dataset(cell.column), None)
         settings = run_reader.as_json(configuration.resolve(config))
-        lengths = runs.get(_key(settings, defaults), {})
         published = sum(phase.rounds for phase in configuration.phases(config))
-        longest = max((rounds for rounds in lengths if rounds <= published), default=0)
-        if longest:
-            cell_runs.append(CellRuns(cell, lengths[longest], longest, published))
+        by_seed: dict[int, run_reader.Run] = {}
+        for run in sorted(runs.get(_key(settings, defaults), []), key=_preference):
+            if _end(run) <= published:
+                by_seed[run.seed] = run
+        if by_seed:
+            cell_runs.append(CellRuns(cell, by_seed, published))
     return cell_runs
+
+
+def _end(run: run_reader.Run) -> int:
+    return run.metrics[-1]["round"]
+
+
+def _preference(run: run_reader.Run) -> tuple[int, bool]:
+    return _end(run), run.config.get("partition_seed", 0) == run.seed
 
 
 def _finished_runs(folder: Path) -> Iterator[run_reader.Run]:
@@ -103,20 +112,29 @@ def _record_table(
     """Writes curves and picture of a table, updates `cells`, and yields a line for each cell."""
     path = results / f"{name.replace('/', '-')}-full.json"
     curves: Curves = json.loads(path.read_text("utf-8"))["curves"] if path.is_file() else {}
-    for new in cell_runs:
-        place = (name, new.cell.row, new.cell.column)
+    for found in cell_runs:
+        place = (name, found.cell.row, found.cell.column)
         label = "/".join(place[1:])
-        old = cells.get(place, {"rounds": 0})
-        if old["rounds"] > new.rounds:
-            yield f"{name} {label}: left out, {old['rounds']} rounds are recorded"
+        old = curves.get(label, {})
+        new = {
+            str(seed): run
+            for seed, run in found.runs.items()
+            if str(seed) not in old or _end(run) >= old[str(seed)]["round"][-1]
+        }
+        by_seed = _by_seed(old | {seed: _curve(run) for seed, run in new.items()})
+        entry = cells.get(place, {"rounds": 0})
+        if any(measure and measure not in STAGES for measure in table.measures(found.cell.column)):
+            ends = {seed: curve["round"][-1] for seed, curve in by_seed.items()}
+            longest = max(entry["rounds"], *ends.values())
+            by_seed = {seed: curve for seed, curve in by_seed.items() if ends[seed] == longest}
+            new = {seed: run for seed, run in new.items() if ends[seed] == longest}
+        if not new:
+            yield f"{name} {label}: left out, longer runs are recorded"
             continue
-        if old["rounds"] < new.rounds:
-            old = {}
-            curves.pop(label, None)
-        cells[place] = _cell_entry(table, place, new, old)
-        new_curves = {str(seed): _curve(run) for seed, run in new.runs.items()}
-        curves[label] = _by_seed(curves.get(label, {}) | new_curves)
-        yield f"{name} {label}: {new.rounds} rounds, seeds {', '.join(cells[place]['measured'])}"
+        curves[label] = by_seed
+        entry = _cell_entry(table, place, by_seed, new, entry)
+        cells[place] = entry | {"published_rounds": found.published_rounds}
+        yield f"{name} {label}: {entry['rounds']} rounds, seeds {', '.join(entry['measured'])}"
     about = (
         f"{table.about}; {table.measured}. Curves are accuracy in per cent, a mean over clients."
     )
@@ -126,17 +144,44 @@ def _record_table(
 
 
 def _cell_entry(
-    table: Table, place: tuple[str, str, str], new: CellRuns, old: Mapping[str, Any]
+    table: Table,
+    place: tuple[str, str, str],
+    by_seed: Mapping[str, Any],
+    new: Mapping[str, run_reader.Run],
+    old: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns a cell's entry; it keeps the seeds of `old`, an entry of the same length or {}."""
+    """Returns a cell's entry.
+
+    Args:
+      table: The cell's table.
+      place: Name of the table, row and column.
+      by_seed: Curves by seed.
+      new: The runs of some of these curves.
+      old: The recorded entry, or one of 0 rounds.
+    """
+    rounds = _common_round([curve["round"] for curve in by_seed.values()])
+    counted = {seed: curve for seed, curve in by_seed.items() if rounds in curve["round"]}
     entry: dict[str, Any] = dict(zip(("table", "row", "column"), place, strict=True))
-    for key, measure in zip(("measured", "second"), table.measures(new.cell.column), strict=True):
-        if measure:
-            values = {str(seed): round(measure(run), 2) for seed, run in new.runs.items()}
-            entry[key] = _by_seed(old.get(key, {}) | values)
-    partitions = {str(s): run.config.get("partition_seed", 0) for s, run in new.runs.items()}
-    entry["partition_seeds"] = _by_seed(old.get("partition_seeds", {}) | partitions)
-    return entry | {"rounds": new.rounds, "published_rounds": new.published_rounds}
+    for key, measure in zip(("measured", "second"), table.measures(place[2]), strict=True):
+        if measure in STAGES:
+            entry[key] = {
+                seed: curve[STAGES[measure]][curve["round"].index(rounds)]
+                for seed, curve in counted.items()
+            }
+        elif measure:
+            values = {seed: round(measure(run), 2) for seed, run in new.items()}
+            kept = old.get(key, {}) if old["rounds"] == rounds else {}
+            entry[key] = _by_seed(kept | values)
+    partitions = {seed: run.config.get("partition_seed", 0) for seed, run in new.items()}
+    partitions = old.get("partition_seeds", {}) | partitions
+    entry["partition_seeds"] = {seed: partitions[seed] for seed in entry["measured"]}
+    return entry | {"rounds": rounds}
+
+
+def _common_round(evaluated: Sequence[Sequence[int]]) -> int:
+    """Returns the last round at which the most seeds were evaluated; three count as most."""
+    seeds = Counter(number for rounds in evaluated for number in rounds)
+    return max(seeds, key=lambda number: (min(seeds[number], SEEDS), number))
 
 
 def _by_seed(values: Mapping[str, Any]) -> dict[str, Any]:

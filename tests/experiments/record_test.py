@@ -103,7 +103,7 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
     assert comparison.variants == [["ditto", "-", "90.00", "95.00", "1", "1", "10 of 600", "-"]]
     assert "ditto" not in agreement.not_run(results, TABLE, NAME, ["emnist_digits-n10"])
 
-    # Later runs: another seed is added, a longer run replaces, a shorter run is left out.
+    # Later runs: another seed is added, a longer run replaces one, a shorter run is left out.
     later = tmp_path / "later"
     later.mkdir()
     write_run(later / "a", "local", 0.5, seed=1)
@@ -113,22 +113,44 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
     write_run(later / "b", "pfedla", 0.9, rounds=(10, 20, 30), seed=1)
     assert record.record(TABLE, later, results) == [
         f"{NAME} local/cifar10-n10: 10 rounds, seeds 0, 1, 2",
-        f"{NAME} pfedla/cifar10-n10: 30 rounds, seeds 1",
+        f"{NAME} pfedla/cifar10-n10: 20 rounds, seeds 0, 1",
     ]
     recorded, _ = cells(results)
     assert recorded["local"]["measured"] == {"0": 60.0, "1": 50.0, "2": 70.0}
     assert recorded["local"]["partition_seeds"] == {"0": 0, "1": 0, "2": 2}
-    assert (recorded["pfedla"]["measured"], recorded["pfedla"]["rounds"]) == ({"1": 90.0}, 30)
+    assert recorded["pfedla"]["measured"] == {"0": 80.0, "1": 60.0}  # two thirds of 90
+    assert recorded["pfedla"]["rounds"] == 20
     curves = json.loads((results / "pfedla-table1-full.json").read_text())["curves"]
     assert {label: [*by_seed] for label, by_seed in curves.items()} == {
         "local/cifar10-n10": ["0", "1", "2"],
-        "pfedla/cifar10-n10": ["1"],
+        "pfedla/cifar10-n10": ["0", "1"],
         "ditto/cifar10-n10": ["0"],
     }
-    assert f"{NAME} pfedla/cifar10-n10: left out, 30 rounds are recorded" in record.record(
-        TABLE, runs, results
-    )
+    shorter = tmp_path / "shorter"
+    shorter.mkdir()
+    write_run(shorter / "a", "pfedla", 0.1, rounds=(5, 10), seed=1)
+    (message,) = record.record(TABLE, shorter, results)
+    assert message == f"{NAME} pfedla/cifar10-n10: left out, longer runs are recorded"
     assert cells(results)[0] == recorded
+
+
+def test_accuracies_are_those_at_the_last_round_of_three_seeds(tmp_path, results):
+    """Two seeds stop at round 10; later three have reached 20. Accuracies grow linearly."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    for seed, (score, rounds) in enumerate([(0.8, (10, 20, 30)), (0.6, (5, 10)), (0.7, (5, 10))]):
+        write_run(runs / str(seed), "local", score, rounds=rounds, seed=seed)
+    assert record.record(TABLE, runs, results) == [
+        f"{NAME} local/cifar10-n10: 10 rounds, seeds 0, 1, 2"
+    ]
+    assert cells(results)[0]["local"]["measured"] == {"0": 26.67, "1": 60.0, "2": 70.0}
+    write_run(runs / "3", "local", 0.9, rounds=(10, 20), seed=3)
+    write_run(runs / "1" / "longer", "local", 0.5, rounds=(10, 20), seed=1)
+    assert record.record(TABLE, runs, results) == [
+        f"{NAME} local/cifar10-n10: 20 rounds, seeds 0, 1, 3"
+    ]
+    assert cells(results)[0]["local"]["measured"] == {"0": 53.33, "1": 50.0, "3": 90.0}
+    assert cells(results)[0]["local"]["partition_seeds"] == {"0": 0, "1": 0, "3": 0}
 
 
 def test_one_run_is_recorded_in_all_of_its_cells(tmp_path, results):
