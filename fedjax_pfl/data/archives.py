@@ -48,6 +48,11 @@ def npz(path: str, *, train: str = "train", test: str = "test") -> Dataset:
                 f"{name} has no arrays {part}_images and {part}_labels, or x_{part} and y_{part}; "
                 f"it has {', '.join(content) or 'none'}"
             )
+    if test in members:
+        raise UsageError(
+            f"{name}: npz.train and npz.test both name {test!r}, and its examples would be in both "
+            "sets: name it once"
+        )
     xs, ys = zip(*filter(None, members.values()), strict=True)
     x_test, y_test = read(test) or (None, None)
     if len({x.shape[1:] for x in xs}) > 1:

@@ -64,6 +64,12 @@ def images(
         parts["train"] = [""]
         if train != _TRAIN or (parts["test"] and test != _TEST):
             raise UsageError(f"{name} has no folder {_split(train)[0]!r} to train on")
+    names = [*parts["train"], *parts["test"]]
+    if twice := [part for part in names if names.count(part) > 1]:
+        raise UsageError(
+            f"{name}: images.train and images.test name {twice[0]!r} twice, and its images would "
+            "be used twice: name it once"
+        )
     sets = {use: [image for p in parts[use] for image in found.get(p, [])] for use in parts}
     for use, default in (("train", _TRAIN), ("test", _TEST)):
         for part in parts[use]:

@@ -108,6 +108,9 @@ def test_folders_and_files_without_images_raise_one_line(tmp_path):
     assert "has no images CLASS/FILE" in message(load, f"images:{tmp_path}")
     name = image_folder(tmp_path, "train/cat/0.png", "train/dog/1.png")
     assert "images.test names 'val'" in message(lambda: load(name, test="val"))
+    for options in ({"train": "train,test"}, {"test": "train"}, {"train": "train,train"}):
+        line = message(lambda options=options: load(name, **options))
+        assert "images.train and images.test name" in line
     (tmp_path / "train" / "owl").mkdir()
     assert "class 'owl' has no images; remove its folder" in message(load, name)
     (tmp_path / "train" / "owl" / "2.png").write_bytes(b"no image")

@@ -238,6 +238,16 @@ def test_details_of_readers(tmp_path, monkeypatch):
     assert "no arrays val_images" in message(lambda: load("npz:chest.npz", train="val"))
 
 
+def test_a_part_is_not_in_both_sets(tmp_path):
+    parts = {f"{key}_{part}": np.zeros((4, 2)) for part in ("train", "test") for key in "xy"}
+    np.savez(tmp_path / "a.npz", **parts)
+    name = f"npz:{tmp_path / 'a.npz'}"
+    line = message(lambda: load(name, train="train,test"))
+    assert "npz.train and npz.test both name 'test'" in line
+    dataset = load(name, train="train,test", test="")
+    assert (len(dataset.x_train), dataset.x_test) == (8, None)
+
+
 def test_labels_that_a_cast_would_change_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     digit_five()
