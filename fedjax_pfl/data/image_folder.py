@@ -1,5 +1,6 @@
 """Images in folders, whose names are classes, owners (such as domains), and training or test."""
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -174,8 +175,8 @@ def _split_by_lists(
     name of a file in the folder images next to it. Its second word is the class of an image that is
     not among the `found` ones. Raises UsageError for a list or a listed image that does not exist.
     """
-    by_file = {image.file: image for image in found}
-    test = dict[Path, _Image]()
+    by_path = {os.path.abspath(image.file): image for image in found}
+    test = dict[str, _Image]()
     lists = sorted(root.glob(pattern))
     if not lists:
         raise UsageError(f"{name}: images.test names {pattern!r}, and there is no such file")
@@ -191,13 +192,15 @@ def _split_by_lists(
                 raise UsageError(
                     f"{name}: {text.name} lists {words[0]!r}, and there is no such file"
                 )
-            if file not in by_file and (len(words) < 2 or "owner" in levels):
+            path = os.path.abspath(file)  # a list may write a path in another way, such as a/../b
+            if path not in by_path and (len(words) < 2 or "owner" in levels):
                 raise UsageError(
                     f"{name}: {text.name} lists {words[0]!r}, which is not in the folders "
                     f"{'/'.join(levels)}"
                 )
-            test[file] = by_file.get(file) or _Image(file, words[1], "")
-    return [image for image in found if image.file not in test], list(test.values())
+            test[path] = by_path.get(path) or _Image(file, words[1], "")
+    train = [image for path, image in by_path.items() if path not in test]
+    return train, list(test.values())
 
 
 def _class_names(

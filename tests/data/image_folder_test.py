@@ -85,6 +85,17 @@ def test_text_files_list_test_images(tmp_path):
     assert "notes.txt lists 'd.png', and there is no such file" in line
 
 
+def test_listed_test_images_are_not_trained_on(tmp_path, monkeypatch):
+    """Lists may have absolute paths, or paths through other folders."""
+    image_folder(tmp_path / "a", "cat/0.png", "cat/1.png", "dog/2.png", "dog/3.png")
+    monkeypatch.chdir(tmp_path)
+    lines = [f"{tmp_path}/a/cat/1.png cat", "dog/../dog/3.png dog", "dog/3.png dog"]
+    (tmp_path / "a" / "test.txt").write_text("\n".join(lines))
+    dataset = load("images:a", size=2, test="test.txt")
+    assert values(dataset) == [("cat", 0), ("dog", 2)]
+    assert values(dataset, "test") == [("cat", 1), ("dog", 3)]
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
