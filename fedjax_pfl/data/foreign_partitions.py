@@ -73,7 +73,8 @@ def read_pfllib(folder: Path) -> Partition:
         parts.append(_concatenate(f"{folder / part}", examples))
     largest = int(max(part.y.max(initial=0) for part in parts))
     classes = largest + 1 if classes is None else int(classes)  # older files have no num_classes
-    return _check(folder, Partition("PFLlib", train=parts[0], test=parts[1], classes=classes))
+    partition = Partition("PFLlib", train=parts[0], test=parts[1], classes=classes)
+    return _check(folder, partition, clients)
 
 
 def read_fl_bench(folder: Path) -> Partition:
@@ -108,7 +109,8 @@ def read_fl_bench(folder: Path) -> Partition:
     train, test = (
         _concatenate(str(path), [(x[rows], y[rows]) for rows in rows_of[part]]) for part in _PARTS
     )
-    return _check(folder, Partition("FL-bench", train, test, classes=int(y.max()) + 1))
+    partition = Partition("FL-bench", train, test, classes=int(y.max()) + 1)
+    return _check(folder, partition, len(indices))
 
 
 def write(partition: Partition, folder: Path) -> None:
@@ -132,15 +134,15 @@ def _concatenate(label: str, examples: Sequence[tuple[np.ndarray, np.ndarray]]) 
     return Examples(x=np.concatenate(filled), y=np.concatenate(ys), owner=owner)
 
 
-def _check(folder: Path, partition: Partition) -> Partition:
-    """Returns the same partition; `folder` is for messages.
+def _check(folder: Path, partition: Partition, clients: int) -> Partition:
+    """Returns the same partition, of N `clients`; `folder` is for messages.
 
     Raises UsageError for labels outside the classes and for clients without training examples.
     """
     for y in (partition.train.y, partition.test.y):
         if not 0 <= y.min() <= y.max() < partition.classes:
             raise UsageError(f"{folder} has labels outside 0 to {partition.classes - 1}")
-    counts = np.bincount(partition.train.owner)
+    counts = np.bincount(partition.train.owner, minlength=clients)
     if not counts.all():
         raise UsageError(f"{folder}: client {int(np.argmin(counts))} has no training examples")
     return partition

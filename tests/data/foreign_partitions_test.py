@@ -191,6 +191,9 @@ def test_damaged_folders_are_refused(tmp_path):
     assert "different shapes" in message(foreign_partitions.read, folder)
     np.savez(folder / "test" / "1.npz", data={"x": [1]})
     assert "has no x and y" in message(foreign_partitions.read, folder)
+    np.savez(folder / "train" / "1.npz", data={"x": np.zeros((0, 5, 4, 3)), "y": []})
+    np.savez(folder / "test" / "1.npz", data={"x": np.zeros((1, 3, 5, 4)), "y": [1]})
+    assert "client 1 has no training examples" in message(foreign_partitions.read, folder)
 
     fl_bench(tmp_path / "bench", "mnist")
     path = tmp_path / "bench" / "partition.pkl"
