@@ -56,6 +56,8 @@ def read_pfllib(folder: Path) -> Partition:
     try:
         config = json.loads((folder / "config.json").read_text())
         clients, classes = int(config["num_clients"]), config.get("num_classes")
+        if clients < 1:
+            raise ValueError(f"num_clients is {clients}")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{folder / 'config.json'} cannot be read: {first_line(error)}") from None
     parts = list[Examples]()
@@ -93,6 +95,8 @@ def read_fl_bench(folder: Path) -> Partition:
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise UsageError(f"{path} is no partition of FL-bench: {first_line(error)}") from None
     x, y = _fl_bench_examples(folder)
+    if len(x) != len(y):
+        raise UsageError(f"{folder} has {len(x)} inputs and {len(y)} labels")
     for i, parts in enumerate(indices):
         rows = np.concatenate(list(parts.values()))
         if rows.ndim != 1 or (len(rows) and not 0 <= rows.min() <= rows.max() < len(y)):
@@ -162,10 +166,10 @@ def _inputs(path: Path, values: Any) -> np.ndarray:
     For PFLlib's news each input is (tokens, length), and the length is left out. `path` is that of
     the file, for messages.
     """
-    rows = list(values)
-    if rows and len(rows[0]) == 2 and np.ndim(rows[0][1]) == 0 and np.ndim(rows[0][0]) == 1:
-        values = [tokens for tokens, _ in rows]
     try:
+        rows = list(values)
+        if rows and len(rows[0]) == 2 and np.ndim(rows[0][1]) == 0 and np.ndim(rows[0][0]) == 1:
+            values = [tokens for tokens, _ in rows]
         x = np.array(values) if isinstance(values, list) else np.asarray(values)
         x = x.astype(np.float32) if x.dtype == object else x
     except (ValueError, TypeError) as error:
@@ -181,7 +185,10 @@ def _fl_bench_examples(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """Returns x [n, ...] and y, int32 [n], of FL-bench's dataset, in the order of its indices."""
     for x_name, y_name in (("data.npy", "targets.npy"), ("raw/xdata.npy", "raw/ydata.npy")):
         if (folder / x_name).is_file():
-            x, y = (np.load(folder / name, allow_pickle=False) for name in (x_name, y_name))
+            try:
+                x, y = (np.load(folder / name, allow_pickle=False) for name in (x_name, y_name))
+            except (OSError, ValueError, EOFError) as error:
+                raise UsageError(f"{folder} cannot be read: {first_line(error)}") from None
             return _images(x), _labels(folder / y_name, np.squeeze(y))
     batches = [folder / f"cifar-10-batches-py/data_batch_{i}" for i in range(1, 6)]
     for files, label in (

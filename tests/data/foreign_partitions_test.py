@@ -191,9 +191,13 @@ def test_damaged_folders_are_refused(tmp_path):
     assert "different shapes" in message(foreign_partitions.read, folder)
     np.savez(folder / "test" / "1.npz", data={"x": [1]})
     assert "has no x and y" in message(foreign_partitions.read, folder)
+    np.savez(folder / "test" / "1.npz", data={"x": np.zeros(3), "y": [0, 1, 1]})
+    assert "test/1.npz: inputs are no array" in message(foreign_partitions.read, folder)
     np.savez(folder / "train" / "1.npz", data={"x": np.zeros((0, 5, 4, 3)), "y": []})
     np.savez(folder / "test" / "1.npz", data={"x": np.zeros((1, 3, 5, 4)), "y": [1]})
     assert "client 1 has no training examples" in message(foreign_partitions.read, folder)
+    (folder / "config.json").write_text('{"num_clients": 0}')
+    assert "num_clients is 0" in message(foreign_partitions.read, folder)
 
     fl_bench(tmp_path / "bench", "mnist")
     path = tmp_path / "bench" / "partition.pkl"
@@ -208,3 +212,10 @@ def test_damaged_folders_are_refused(tmp_path):
     assert "no training examples, as in FL-bench" in message(foreign_partitions.read, path.parent)
     path.write_bytes(pickle.dumps([1]))
     assert "is no partition of FL-bench" in message(foreign_partitions.read, path.parent)
+
+    bench = tmp_path / "femnist"
+    fl_bench(bench, "femnist")
+    np.save(bench / "targets.npy", np.zeros(13, int))
+    assert "has 12 inputs and 13 labels" in message(foreign_partitions.read, bench)
+    (bench / "targets.npy").unlink()
+    assert f"{bench} cannot be read: [Errno 2]" in message(foreign_partitions.read, bench)
