@@ -358,8 +358,10 @@ def subset(dataset: Dataset, sample_rows: SampleRows) -> Dataset:
                 mask = np.isin(owner, sampled)
                 changes |= {f"{key}_{part}": fields[f"{key}_{part}"][mask] for key in "xy"}
                 changes[f"owner_{part}"] = np.searchsorted(sampled, owner[mask]).astype(np.int32)
-        if dataset.owner_names is not None:
-            changes["owner_names"] = dataset.owner_names[sampled]
+        names = dataset.owner_names
+        changes["owner_names"] = sampled.astype(str) if names is None else names[sampled]
+        if dataset.owner_classes is not None:
+            changes["owner_classes"] = np.asarray(dataset.owner_classes)[sampled]
         return dataset._replace(**changes)
     for part in ("train", "test"):
         x = fields[f"x_{part}"]

@@ -77,6 +77,16 @@ def test_npy_owners_and_fraction(tmp_path: Path):
     half = data.dataset.subset(owned, lambda n: np.arange(n)[1::2])
     assert (len(half.x_train), len(half.x_test)) == (10, 10)
     assert (set(half.owner_train), set(half.owner_test)) == ({0}, {1})
+    assert half.owner_names.tolist() == ["1", "3"]
+
+
+def test_a_sample_of_owners_keeps_their_names_and_classes():
+    owners, classes = np.repeat([0, 1, 2, 3], 5), np.eye(4, dtype=bool)
+    dataset = data.arrays(np.ones((20, 2)), owners, owners=owners, owner_classes=classes)
+    sample = data.dataset.subset(dataset, lambda n: np.array([1, 3]))
+    examples, federation = data.federate(sample, "natural", clients=2)
+    assert federation.owners == ("1", "3")
+    np.testing.assert_array_equal(examples.classes, classes[[1, 3]])
 
 
 def test_unreadable_files_are_named(tmp_path: Path):
