@@ -141,10 +141,9 @@ def arrays(
         raise UsageError(f"{name}: coarse must number the superclass of each class from 0")
     examples = len(x_train), 0 if x_test is None else len(x_test)
     owners, owners_test, owner_names = number_owners(name, owners, owners_test, examples)
-    if owner_classes is not None and (
-        owners is None or np.shape(owner_classes) != (int(owners.max()) + 1, outputs)
-    ):
-        raise UsageError(f"{name}: owner_classes must be [owners, {outputs}] and needs owners")
+    if owner_classes is not None:
+        labelled = [(owners, y_train), (owners_test, y_test)]
+        owner_classes = _check_owner_classes(name, owner_classes, labelled, outputs)
     return Dataset(
         name=name,
         x_train=x_train,
@@ -292,6 +291,27 @@ def _check_owners(
                 f"{owner[:40]!r}; use 1 to {_LONGEST_NAME} printable characters"
             )
     return owners
+
+
+def _check_owner_classes(
+    name: str, owner_classes: Any, labelled: list[tuple[Any, Any]], outputs: int
+) -> np.ndarray:
+    """Returns the classes of owners, bool [owners, outputs], or raises UsageError.
+
+    `labelled` has the numbers of owners and the labels of the training set and of the test set, or
+    None. A label with one class per example must be one of its owner's.
+    """
+    sets = [(owner, y) for owner, y in labelled if owner is not None]
+    owner_classes = np.asarray(owner_classes, bool)
+    if not sets or owner_classes.shape != (1 + max(owner.max() for owner, _ in sets), outputs):
+        raise UsageError(f"{name}: owner_classes must be [owners, {outputs}] and needs owners")
+    for owner, y in sets:
+        if y.ndim == 1 and not (allowed := owner_classes[owner, y]).all():
+            i = int(np.argmin(allowed))
+            raise UsageError(
+                f"{name}: example {i} has class {y[i]}, which owner_classes denies its owner"
+            )
+    return owner_classes
 
 
 def number_owners(

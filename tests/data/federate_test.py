@@ -332,6 +332,10 @@ def test_owners_of_both_sets_are_numbered_together():
     data, federation = federate(dataset, "natural", clients=2, split="official")
     assert federation.owners == ("a", "b")
     np.testing.assert_array_equal(data.test.size, [1, 2])
+    # Classes of owners include those of owners with test examples only.
+    tested = {"owners": [0, 0, 1, 1], "owners_test": [1, 2, 2, 2], "owner_classes": [[1]] * 3}
+    data, _ = federate(numbered(4, n_test=4, classes=1, **tested), "natural", clients=3)
+    np.testing.assert_array_equal(data.classes, [[True]] * 3)
 
 
 def test_every_partition_works_with_a_hundred_classes():

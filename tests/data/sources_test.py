@@ -105,6 +105,11 @@ HOLES = np.where(np.arange(12).reshape(4, 3) == 7, np.nan, 0)
         (lambda: arrays(X, Y, X, Y, owners=list("aabb"), owners_test=Y), "must both be names"),
         (lambda: arrays(X, Y, x_test=X, y_test=Y, owners_test=Y), "without owners; give both"),
         (lambda: arrays(X, Y, owners=Y, owner_classes=np.ones((3, 2))), "owner_classes must be"),
+        (lambda: arrays(X, Y, owner_classes=np.ones((2, 2))), "owner_classes must be"),
+        (
+            lambda: arrays(X, Y, owners=Y, owner_classes=[[1, 0], [1, 0]]),
+            "example 1 has class 1, which owner_classes denies its owner",
+        ),
         (lambda: arrays([[1.0], [1.0, 2.0]], [0, 1]), "arrays: x is not an array: .* equally long"),
         (lambda: arrays(X, Y, [[1.0], [1.0, 2.0]], Y), "arrays: x_test is not an array"),
         (lambda: arrays(X, Y, owners=[["a"], []]), "arrays: owners is not an array"),
