@@ -16,7 +16,6 @@ _MOST_OUTPUTS = 10_000_000
 _FEW_OUTPUTS, _SPARSE = 1000, 10
 _LONGEST_NAME = 80  # characters
 
-
 DataDir = str | os.PathLike[str] | None
 SampleRows = Callable[[int], np.ndarray | None]  # the rows to use out of n; None for all
 LATER = "later"
@@ -135,10 +134,11 @@ def arrays(
     if scale is not None or shift is not None:
         scale = np.asarray(1 if scale is None else scale, np.float32)
         shift = np.asarray(0 if shift is None else shift, np.float32)
-    if coarse is not None and (
-        len(coarse) != outputs or np.any(np.unique(coarse) != np.arange(np.max(coarse) + 1))
-    ):
-        raise UsageError(f"{name}: coarse must number the superclass of each class from 0")
+    if coarse is not None:
+        groups = np.unique(coarse := np.asarray(coarse))
+        is_range = coarse.dtype.kind in "iu" and np.array_equal(groups, np.arange(len(groups)))
+        if coarse.shape != (outputs,) or not is_range:
+            raise UsageError(f"{name}: coarse must number the superclass of each class from 0")
     examples = len(x_train), 0 if x_test is None else len(x_test)
     owners, owners_test, owner_names = number_owners(name, owners, owners_test, examples)
     if owner_classes is not None:
@@ -153,7 +153,7 @@ def arrays(
         outputs=outputs,
         scale=scale,
         shift=shift,
-        coarse=None if coarse is None else np.asarray(coarse),
+        coarse=coarse,
         owner_train=owners,
         owner_test=owners_test,
         owner_classes=owner_classes,

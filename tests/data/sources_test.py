@@ -94,6 +94,8 @@ HOLES = np.where(np.arange(12).reshape(4, 3) == 7, np.nan, 0)
         (lambda: arrays(X, Y, X[:, :2], Y), "equal shapes in train and test"),
         (lambda: arrays(X, Y, X, Y + 1), r"\(test\): 2 labels are not classes"),
         (lambda: arrays(X, Y, coarse=np.array([1, 1])), "coarse must number"),
+        (lambda: arrays(X, Y, coarse=["animal", "plant"]), "coarse must number"),
+        (lambda: arrays(X, Y, coarse=[0.0, 1.0]), "coarse must number"),
         (lambda: arrays(X, Y, owners=np.array([0, 1])), r"names, or integers from 0 \[4\]"),
         (lambda: arrays(X, Y, owners=np.array([0, 0, 1, -1])), "names, or integers from 0"),
         (lambda: arrays(X, Y, owners=np.array([0, 0, 1, 0.5])), "names, or integers from 0"),
