@@ -46,6 +46,14 @@ def test_unsigned_labels_are_classes():
         assert dataset.y_train.dtype == "int32"
 
 
+def test_owners_of_two_integer_types_keep_their_numbers():
+    owners = np.array([3, 2**60 + 1])
+    x, y = np.ones((2, 1)), [0, 1]
+    dataset = arrays(x, y, x, y, owners=owners.astype(np.uint64), owners_test=owners)
+    assert dataset.owner_names.tolist() == ["3", str(2**60 + 1)]
+    np.testing.assert_array_equal(dataset.owner_test, [0, 1])
+
+
 def test_owner_names_are_stripped():
     dataset = arrays(X[:3], Y[:3], owners=["Bern", "Bern ", "\tCairo"])
     assert dataset.owner_names.tolist() == ["Bern", "Cairo"]
