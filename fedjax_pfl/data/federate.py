@@ -152,6 +152,9 @@ def federate(
     if permute_labels:
         label_map = _permute(label_map, classes, clients, outputs, permute_rng)
 
+    metadata = {**(dataset.metadata or {}), **normalised.metadata}
+    if label_map is not None:
+        metadata.pop("classes", None)  # an output stands for different classes
     data = _compact(dataset, normalised, splits, label_map, classes)
     federation = Federation(
         counts=np.array(splits[_TRAIN].size),
@@ -164,7 +167,7 @@ def federate(
         owners=client_owners,
         input_dtype="float32" if dataset.scale is not None or x.dtype.kind == "f" else x.dtype.name,
         positions=tuple(y.shape[1:]) if y.dtype.kind == "i" else (),
-        metadata={**(dataset.metadata or {}), **normalised.metadata} or None,
+        metadata=metadata or None,
     )
     rounded = dataset.normalise is None or dataset.normalise.scope != LATER
     checks.check_federated(dataset.name, data, federation, rounded=rounded)

@@ -184,6 +184,16 @@ def test_permuted_domains_permute_within_a_domain():
         assert sorted(row[:3] if i < 3 else row[3:]) == [0, 1, 2]
 
 
+def test_outputs_of_several_classes_have_no_name():
+    dataset = numbered()._replace(metadata={"label": "kind", "classes": list("abcd")})
+    for partition, permuted in (("iid", False), ("iid", True), ("domains", False)):
+        settings = {"domains": 2} if partition == "domains" else {}
+        options = {"settings": settings, "permute_labels": permuted}
+        _, federation = federate(dataset, partition, clients=2, **options)
+        names = {} if permuted or settings else {"classes": list("abcd")}
+        assert federation.metadata == {"label": "kind", **names}
+
+
 def owned():
     # Owner 0 has classes 0 and 1, owner 1 has 0 to 3, owner 2 has one example.
     x = np.arange(25, dtype=np.float32)[:, None]
