@@ -38,10 +38,18 @@ def npz(path: str, *, train: str = "train", test: str = "test") -> Dataset:
         """Returns images and labels of a part, or None if the file has none."""
         for x, y in ((f"{part}_images", f"{part}_labels"), (f"x_{part}", f"y_{part}")):
             if x in content and y in content:
+                shapes = content[x].shape, content[y].shape
+                if not shapes[0] or shapes[0][:1] != shapes[1][:1]:
+                    raise UsageError(
+                        f"{name}: {x} is {list(shapes[0])} and {y} {list(shapes[1])}; use equally "
+                        "many examples"
+                    )
                 return _with_channels(content[x]), _labels(name, content[y])
         return None
 
     members = {part.strip(): read(part.strip()) for part in train.split(",") if part.strip()}
+    if not members:
+        raise UsageError(f"{name}: npz.train names no part")
     for part, examples in members.items():
         if examples is None:
             raise UsageError(
@@ -53,10 +61,13 @@ def npz(path: str, *, train: str = "train", test: str = "test") -> Dataset:
             f"{name}: npz.train and npz.test both name {test!r}, and its examples would be in both "
             "sets: name it once"
         )
-    xs, ys = zip(*filter(None, members.values()), strict=True)
+    pairs = list(filter(None, members.values()))
     x_test, y_test = read(test) or (None, None)
-    if len({x.shape[1:] for x in xs}) > 1:
-        raise UsageError(f"{name}: examples of {train} have different shapes")
+    shapes = {(x.shape[1:], y.shape[1:]) for x, y in pairs}
+    types = {(x.dtype == np.uint8, y.dtype.kind in "iu") for x, y in pairs}
+    if len(shapes) > 1 or len(types) > 1:
+        raise UsageError(f"{name}: examples of {train} have different shapes or types")
+    xs, ys = zip(*pairs, strict=True)
     return arrays(np.concatenate(xs), np.concatenate(ys), x_test, y_test, name=name)
 
 

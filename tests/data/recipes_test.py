@@ -248,6 +248,23 @@ def test_a_part_is_not_in_both_sets(tmp_path):
     assert (len(dataset.x_train), dataset.x_test) == (8, None)
 
 
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ({"x_val": np.zeros((4, 2)), "y_val": np.zeros(5, int)}, "x_val is [4, 2] and y_val [5]"),
+        ({"x_val": 3.0, "y_val": 1}, "x_val is [] and y_val []"),
+        ({"x_val": np.zeros((4, 2)), "y_val": np.zeros((4, 2), int)}, "different shapes or types"),
+        ({"x_val": np.zeros((4, 2), np.uint8), "y_val": np.zeros(4, int)}, "shapes or types"),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_refused(tmp_path, content, line):
+    train = {"x_train": np.zeros((6, 2)), "y_train": np.zeros(6, int)}
+    np.savez(tmp_path / "a.npz", **train, **content)
+    name = f"npz:{tmp_path / 'a.npz'}"
+    assert line in message(lambda: load(name, train="train,val"))
+    assert "npz.train names no part" in message(lambda: load(name, train=""))
+
+
 def test_labels_that_a_cast_would_change_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     digit_five()
