@@ -114,6 +114,7 @@ def digit5(path: str, *, size: int = 32) -> Dataset:
 def _digit5_arrays(name: str, folder: Path) -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
     """Returns images [n, height, width, channels] and digits [n] of each domain: train and test."""
     from scipy.io import loadmat
+    from scipy.io.matlab import MatReadError
 
     def load(file: str) -> Any:
         if not (folder / file).is_file():
@@ -144,8 +145,10 @@ def _digit5_arrays(name: str, folder: Path) -> dict[str, list[tuple[np.ndarray, 
         ]
     except UsageError:
         raise
-    except (KeyError, ValueError, TypeError, NotImplementedError, OSError, IndexError) as error:
-        # NotImplementedError: a file of MATLAB 7.3, which SciPy does not read.
+    except (
+        *(*_DAMAGED, MatReadError, KeyError, ValueError, TypeError, OSError, IndexError),
+        NotImplementedError,  # a file of MATLAB 7.3, which SciPy does not read
+    ) as error:
         raise UsageError(f"{name}: a file is not one of Digit-Five: {first_line(error)}") from None
     for domain, parts in domains.items():
         for x, y in parts:

@@ -248,6 +248,16 @@ def test_a_part_is_not_in_both_sets(tmp_path):
     assert (len(dataset.x_train), dataset.x_test) == (8, None)
 
 
+def test_damaged_matlab_files_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    digit_five()
+    file = Path("Digit-Five/mnist_data.mat")
+    savemat(file, {"train_32": np.zeros(9999)}, do_compression=True)
+    for content in (b"", file.read_bytes()[:-4] + bytes(4)):  # the last four are a checksum
+        file.write_bytes(content)
+        assert "a file is not one of Digit-Five" in message(load, "digit5:Digit-Five")
+
+
 @pytest.mark.parametrize(
     ("content", "line"),
     [
