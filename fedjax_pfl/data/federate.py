@@ -71,6 +71,8 @@ def federate(
       The arrays (without unused examples, unless they are mapped from a file) and the description
       of clients.
     """
+    if seed < 0:
+        raise UsageError(f"seed={seed}: use 0 or more")
     request.check_request(dataset, partition, clients, split, held_out, groups)
     if permute_labels and dataset.y_train.ndim > 1:
         raise UsageError(f"{dataset.name} has no classes whose labels could be permuted")

@@ -6,7 +6,6 @@ examples. The partitions in `owners.BY_OWNER` differ: an example goes to a clien
 """
 
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -196,7 +195,7 @@ def dominant(
     require(
         low > 0 or not n_rare,
         f"examples={examples} leaves no example of a rare class with ratio={ratio}: use at least "
-        f"{math.ceil(n_rare + ratio * dominant)}, or a smaller ratio",
+        f"{np.ceil(n_rare + ratio * dominant):.0f}, or a smaller ratio",
     )
     picks = apportion.pick_classes(capacity(examples), pool.clients, dominant, rng)
     counts = _counts_of(picks, pool.classes, base, extra)

@@ -290,6 +290,7 @@ def test_novel_clients_and_groups():
         ({"settings": {"alpha": 1}}, "has no argument 'alpha'; it takes examples"),
         ({"partition": "classes", "settings": {"per_client": 11}}, "^partition classes: per_cl"),
         ({"clients": 0}, "use at least 1"),
+        ({"seed": -1}, "seed=-1: use 0 or more"),
         (
             {"clients": 1797},
             "digits has 1,797 examples, .* 1,797 clients .* at most 1,796 clients$",

@@ -264,6 +264,7 @@ def test_natural_leaves_out_small_owners():
         ("classes", {"per_client": 11}, "per_client=11 must lie between 1 and 10"),
         ("classes", {"examples": 3}, "use at least 4"),
         ("dominant", {"ratio": 0.5}, "use 1 or more"),
+        ("dominant", {"ratio": np.inf}, "no example of a rare class with ratio=inf"),
         ("dominant", {"dominant": 0}, "dominant=0"),
         ("shares", {"low": 0.0}, "0 < low"),
         ("dirichlet", {"alpha": np.inf}, "alpha=inf must be positive, at most 1e"),
