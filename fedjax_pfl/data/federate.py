@@ -286,7 +286,8 @@ def _check_no_empty_client(splits: list[Split], split: str) -> None:
         empty = np.flatnonzero(np.asarray(splits[use].size) == 0)
         if len(empty) and (use == _TRAIN or len(empty) == len(splits[use].size)):
             more = f" and {len(empty) - 1} others" if len(empty) > 1 else ""
-            hint = " or split=pooled" if split == "official" and use == _TEST else ""
+            hints = {"official": " or split=pooled", "shared": " or a larger test_fraction"}
+            hint = hints.get(split, "") if use == _TEST else ""
             raise UsageError(
                 f"client {empty[0]}{more} would have nothing to {purpose} on: use fewer clients, "
                 f"a more even partition{hint}"

@@ -305,6 +305,7 @@ def test_novel_clients_and_groups():
         ({"test_fraction": 0.8, "validation_fraction": 0.2}, "leave something to train on"),
         ({"test_fraction": float("nan")}, "leave something to train on"),
         ({"split": "shared", "test_fraction": 0.0}, "nothing to test on with split=shared"),
+        ({"split": "shared", "test_fraction": 1e-4}, "to test on: .* or a larger test_fraction"),
         ({"test_fraction": 0.0}, "test_fraction=0 leaves nothing to test on with split=pooled"),
         ({"split": "shared", "validation_examples": 5000}, "must lie between 0 and"),
         ({"validation_examples": 50}, "is for split=official or shared"),
