@@ -85,9 +85,9 @@ def read_csv(path: str, source: str = "csv", names: str = "") -> Table:
     name, file = f"{source}:{path}", find_path(source, path)
     try:
         with open(file, newline="", encoding="utf-8-sig") as stream:
-            header = stream.readline()
+            line = next(filter(str.strip, stream), "")
+            delimiter = _delimiter(line, names.count(",") + 1 if names else None)
             stream.seek(0)
-            delimiter = max(",;\t", key=header.count)
             # strict: otherwise an unclosed quote would join all rows below into its cell
             rows = list(csv.reader(stream, delimiter=delimiter, strict=True))
             columns, *rows = [names.split(","), *rows] if names else (rows or [[]])
@@ -125,6 +125,19 @@ def read_csv(path: str, source: str = "csv", names: str = "") -> Table:
         texts=lambda column: [row[place[column]].strip() for row in rows],
         cells=cells,
     )
+
+
+def _delimiter(line: str, columns: int | None) -> str:
+    """Returns the separator of a table with this first line: tab, comma or semicolon.
+
+    `columns` is the number of columns if the line is no header. Text in it may have separators too,
+    but seldom tabs.
+    """
+
+    def fits(delimiter: str) -> bool:
+        return columns in (None, len(next(csv.reader([line], delimiter=delimiter))))
+
+    return max("\t,;", key=lambda delimiter: (fits(delimiter), line.count(delimiter)))
 
 
 def read_json_lines(path: str) -> Table:

@@ -32,6 +32,23 @@ def write_news(folder, rows=160):
     return f"csv:{folder / 'train.csv'}"
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "1\tGo, go, now\n0\tstay\n",
+        "1\tgo, now\n0\tstay, now\n",
+        "\n1;go, now, then\n0;stay\n",
+        '1,"go; now; then"\n0,stay\n',
+    ],
+)
+def test_texts_without_a_header_may_have_other_separators(tmp_path, content):
+    (tmp_path / "a.csv").write_text(content)
+    options = {"columns": "label,text", "tokens": "words"}
+    dataset = load(f"csv:{tmp_path / 'a.csv'}", **options)
+    assert dataset.metadata["classes"] == ["0", "1"]
+    assert {"go", "now", "stay"} <= set(dataset.metadata["tokens"])
+
+
 def test_words_and_bytes_of_columns(tmp_path):
     (tmp_path / "a.csv").write_text('2,"Go, go",now\n1,é,\n')
     (tmp_path / "b.csv").write_text("1,away away go,now\n")
