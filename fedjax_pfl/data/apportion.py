@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from fedjax_pfl.data.numbers import rows_by_id
+
 Ints = np.ndarray  # an array of integers
 _TINY = 1e-12  # keeps a class selectable if its Dirichlet weight has underflowed to zero
 
@@ -16,8 +18,9 @@ def assign_examples(labels: Ints, counts: Ints, rng: np.random.Generator) -> Int
     """
     client = np.full(len(labels), -1, np.int32)
     ids = np.arange(len(counts), dtype=np.int32)
+    members = rows_by_id(labels, counts.shape[1])
     for c in np.flatnonzero(counts.sum(0)):
-        rows = rng.permutation(np.flatnonzero(labels == c))
+        rows = rng.permutation(members[c])
         client[rows[: counts[:, c].sum()]] = np.repeat(ids, counts[:, c])
     return client
 

@@ -1,3 +1,5 @@
+import time
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -91,3 +93,12 @@ def test_sample_counts_replaces_classes_without_examples():
         np.array([3, 1, 50]), 40, lambda _: np.array([0.5, 0.5, 0.0]), rng
     )
     np.testing.assert_array_equal(counts, [3, 1, 36])
+
+
+def test_many_classes_are_assigned_in_linear_time():
+    labels = np.arange(300_000) % 100_000
+    counts = np.array([[1], [2]]).repeat(100_000, 1)
+    begin = time.perf_counter()
+    client = apportion.assign_examples(labels, counts, np.random.default_rng(0))
+    assert time.perf_counter() - begin < 15
+    np.testing.assert_array_equal(np.bincount(client), [100_000, 200_000])
