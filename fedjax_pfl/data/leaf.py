@@ -181,6 +181,8 @@ def _characters(
     """
     if not all(isinstance(y, str) and len(y) == 1 for part in ys for y in part):
         raise UsageError(f"{name}: examples are text, but labels are not one character each")
+    if not all(isinstance(x, str) for part in xs for x in part):
+        raise UsageError(f"{name}: some examples are text and others are not; use one type")
     vocabulary = characters([*xs[0], *ys[0], *xs[1], *ys[1]])
     longest = max(len(x) for part in xs for x in part)
     x = [_pad([encode(sequence, vocabulary) for sequence in part], longest) for part in xs]
@@ -204,8 +206,10 @@ def _tweets(name: str, xs: Any, length: int, words: int) -> tuple[list[np.ndarra
     """
     try:
         texts = [[tweet[_TEXT] for tweet in part] for part in xs]
-    except IndexError:
-        raise UsageError(f"{name}: a tweet has fewer than {_TEXT + 1} fields") from None
+        if not all(isinstance(text, str) for part in texts for text in part):
+            raise TypeError
+    except (IndexError, TypeError):
+        raise UsageError(f"{name}: a tweet is no list of {_TEXT + 1} texts or more") from None
     return encode_texts("leaf", texts, "words", length, words)
 
 

@@ -113,7 +113,10 @@ def encode(content: str, vocabulary: str) -> np.ndarray:
 
     The vocabulary is sorted, as returned by `characters`.
     """
-    codes, points = (np.frombuffer(s.encode("utf-32-le"), np.uint32) for s in (vocabulary, content))
+    codes, points = (  # JSON may have halves of surrogate pairs
+        np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        for text in (vocabulary, content)
+    )
     place = np.searchsorted(codes, points)
     in_vocabulary = codes[np.minimum(place, len(codes) - 1)] == points
     return np.where(in_vocabulary, place + 1, 0).astype(np.int32)

@@ -184,6 +184,12 @@ def test_tables_of_scikit_learn():
     assert abs(data.y.mean()) < 0.1
 
 
+def test_half_a_surrogate_pair_is_a_character(tmp_path):
+    dataset = leaf_of(tmp_path, ["a\ud83d"], ["a"])
+    assert dataset.metadata["tokens"] == ["", "a", "\ud83d"]
+    np.testing.assert_array_equal(dataset.x_train, [[1, 2]])
+
+
 def leaf_of(root, x, y):
     """Loads a LEAF folder of one user with equal training and test set."""
     return load(leaf_folder(root / "leaf", {"u": (x, y)}, {"u": (x, y)}))
@@ -203,6 +209,9 @@ def leaf_of(root, x, y):
         (lambda root: leaf_of(root, [[1]], [[0]]), "labels are lists; use one integer"),
         (lambda root: leaf_of(root, [[1], [2]], [0, [1]]), "labels are not integers"),
         (lambda root: leaf_of(root, ["ab"], [1]), "labels are not one character each"),
+        (lambda root: leaf_of(root, ["ab", [1]], ["a", "b"]), "some examples are text and others"),
+        (lambda root: leaf_of(root, [[*"abcd", "e"], [*"abcd", 5]], [0, 1]), "no list of 5 texts"),
+        (lambda root: leaf_of(root, [[*"abcd", "e"], 5], [0, 1]), "no list of 5 texts"),
     ],
 )
 def test_invalid_files_and_settings_raise_one_line(tmp_path, call, line):
