@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.core import batches, groups, trees
-from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, PyTree
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.example_noise import Fit, record_fits
 from fedjax_pfl.core.examples import FederatedData, client_data
@@ -49,16 +49,18 @@ def local_fits(algorithm: Algorithm, data: FederatedData) -> list[Fit]:
     Trainings in a loop, or of several models at once, count once. Nothing is compiled.
     """
 
-    def run(key: jax.Array, i: jax.Array, data: FederatedData) -> Any:
-        state = groups.as_grouped(algorithm).init(key)
+    def run(state: State, key: jax.Array, i: jax.Array, data: FederatedData) -> Any:
         member = groups.group_algorithms(algorithm)[0]
         ctx = ClientContext(i=i, data=None, t=i, key=key, max_steps=i)
         payload = member.send(state._replace(clients=()), ctx)
         client = trees.row(state.clients[0], i)
         return member.train(payload, client, ctx._replace(data=client_data(data, i)))
 
+    key = jax.random.key(0)
+    # Not recorded: a transform may trace a round to learn the shapes of its state.
+    state = jax.eval_shape(groups.as_grouped(algorithm).init, key)
     with record_fits() as fits:
-        jax.eval_shape(run, jax.random.key(0), jnp.int32(0), data)
+        jax.eval_shape(run, state, key, jnp.int32(0), data)
     return fits
 
 

@@ -5,11 +5,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pfl import transforms
 from fedjax_pfl.core.algorithm import Algorithm, ClientResult, State
 from fedjax_pfl.core.randomness import SPEED, stage_key
 from fedjax_pfl.simulation import speeds
 from fedjax_pfl.simulation.rounds import make_rounds
 from fedjax_pfl.simulation.speeds import Speeds
+from tests import cases, tiny
 from tests.simulation.rounds_test import KEY, counting, federation_of, no_data, scalar
 
 # Download of 20 bytes and upload of 4 bytes. Seconds of a round without a download: 4/b + steps s.
@@ -86,6 +88,19 @@ def test_the_server_waits_for_a_client_that_drops_out_until_the_deadline():
     np.testing.assert_array_equal(slow_log.late, ~log.dropped)  # who drops out is not late too
     _, log = run(client_speeds._replace(deadline=np.inf), dropout=0.5)
     np.testing.assert_array_equal(log.seconds, np.where(log.dropped, 0, 2))
+
+
+def test_transforms_do_not_change_the_number_of_steps():
+    """Batches of four examples, two epochs."""
+    data, federation = tiny.federated()
+    for transform in (
+        transforms.compression(federation, data, bits=8),
+        transforms.local_privacy(data, clip_norm=1.0),
+        transforms.robust(federation, data, "median"),
+    ):
+        algorithm = transforms.chain(cases.make("fedavg", federation), transform)
+        steps = speeds.round_steps(algorithm, federation, data)
+        np.testing.assert_array_equal(steps, 2 * -(-tiny.TRAIN // 4))
 
 
 # A step of client i adds row i of DIRECTIONS to the model.
