@@ -249,9 +249,9 @@ def robust(
     clients = federation.clients
 
     def aggregate(cohort: Cohort) -> tuple[PyTree, jax.Array]:
-        first = jnp.argmax(cohort.arrived)
-        start, unravel = ravel_pytree(trees.row(cohort.payloads, first))
-        x = jax.vmap(lambda upload: ravel_pytree(upload)[0])(cohort.uploads)
+        payload = trees.row(cohort.payloads, jnp.argmax(cohort.arrived))
+        start, unravel = ravel_pytree(_as_float32(payload))
+        x = jax.vmap(lambda upload: ravel_pytree(_as_float32(upload))[0])(cohort.uploads)
         uploads = Uploads(
             x=jnp.where(cohort.arrived[:, None], x, start[None]),
             arrived=cohort.arrived,
@@ -262,7 +262,8 @@ def robust(
         )
         mixed, mixed_share = mix(uploads) if mixing else (uploads, None)
         value, trust = RULES[rule](mixed)
-        return unravel(value), trust if mixed_share is None else mixed_share
+        upload = jax.tree.map(lambda new, old: new.astype(old.dtype), unravel(value), payload)
+        return upload, trust if mixed_share is None else mixed_share
 
     def transform(algorithm: Algorithm) -> Algorithm:
         check_single_model("robust_rule", algorithm, data)
@@ -294,6 +295,10 @@ def robust(
         return with_server_state(algorithm, Server, first, receive, observe)
 
     return transform
+
+
+def _as_float32(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
 
 
 _PER_PHASE: frozenset[Role] = frozenset({"per_phase"})

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import transforms
+from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import by_group
@@ -196,6 +197,23 @@ def test_the_server_gets_the_aggregate_and_counts_what_was_used():
     chex.assert_trees_all_equal(server.method, jax.tree.map(lambda leaf: leaf[0], uploads))
     trust = algorithm.observe(state)["client_trust"]
     np.testing.assert_array_equal(trust, [1, 0, 0, np.nan, 0, np.nan])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_models_in_bfloat16_are_aggregated_in_float32(rule: str):
+    changes = np.float32([[1, 0, 0.5], [3, 1, -2], [0, 2, 1.5], [9, -8, 4], [2, 1, 1]])
+
+    def aggregated(dtype: Any) -> jax.Array:
+        first = {"params": {"w": jnp.zeros(3, dtype)}}
+        method = toy()._replace(init=lambda key, start=None: State(first, (), ()))
+        algorithm = robust(FEDERATION, DATA, rule, mixing=rule == "mean")(method)
+        state, ids = algorithm.init(jax.random.key(0)), jnp.arange(5)
+        payloads, uploads = trees.repeat(first, 5), {"params": {"w": jnp.asarray(changes, dtype)}}
+        cohort = tiny.cohort(tiny.TRAIN, ids, ids >= 0, payloads, uploads, 0)
+        return algorithm.receive(state, cohort)[0].method["params"]["w"]
+
+    expected = aggregated(jnp.float32).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(aggregated(jnp.bfloat16), expected)
 
 
 # Around FedPer, with other transforms, in the contract
