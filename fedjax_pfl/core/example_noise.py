@@ -126,10 +126,12 @@ def noised_gradient(gradient: Callable[..., Any], noise: ExampleNoise) -> Callab
         leaves, structure = jax.tree.flatten(total)
         keys = jax.random.split(noise_key, len(leaves))
         deviation = noise.noise_multiplier * noise.clip_norm
-        leaves = [
-            (leaf + deviation * jax.random.normal(key, leaf.shape, leaf.dtype)) / count
-            for leaf, key in zip(leaves, keys, strict=True)
-        ]
+
+        def noised_mean(leaf: jax.Array, key: jax.Array) -> jax.Array:
+            noise = deviation * jax.random.normal(key, leaf.shape)
+            return ((leaf.astype(jnp.float32) + noise) / count).astype(leaf.dtype)
+
+        leaves = list(map(noised_mean, leaves, keys))
         return (jnp.sum(losses) / count, non_params), jax.tree.unflatten(structure, leaves)
 
     return noised

@@ -65,16 +65,20 @@ def test_clipped_gradients_equal_a_loop_and_padding_is_invisible():
     chex.assert_trees_all_close(actual, without, rtol=1e-6, atol=1e-7)
 
 
-def test_noise_has_the_stated_variance():
-    params = {"w": jnp.zeros(20_000)}
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_noise_has_the_stated_variance(dtype: Any):
+    params = {"w": jnp.zeros(20_000, dtype)}
 
     def zero(params: Any, non_params: Any, batch: Batch, key: Any) -> Any:
         return (jnp.zeros(()), non_params), jax.tree.map(jnp.zeros_like, params)
 
     batch = Batch(jnp.zeros((4, 1)), jnp.zeros(4), jnp.array([1, 1, 1, 0], bool))
     grads = noised_gradient(zero, ExampleNoise(0.5, 3.0))(params, {}, batch, KEY)[1]
+    assert grads["w"].dtype == dtype
     low, high = chi2.ppf([1e-4, 1 - 1e-4], 20_000)
-    assert low < np.sum(np.square(np.float64(grads["w"]))) / (1.5 / 3) ** 2 < high
+    noise = np.float64(grads["w"]) / (1.5 / 3)
+    assert low < np.sum(np.square(noise)) < high
+    assert np.abs(noise).max() > 3.5  # normal numbers drawn in bfloat16 end at 2.9
 
 
 @pytest.mark.parametrize("name", ["fedavg", "pfedhn"])
