@@ -4,7 +4,8 @@ The change of each array against the downloaded array of the same path is compre
 was not downloaded is compressed whole. Sparsification keeps the largest changes (Aji and Heafield,
 2017). Quantisation rounds at random, without bias, to 2^(b-1)-1 levels on each side of 0, as in
 QSGD (Alistarh et al., 2017), which scales by the norm of the array, here by its largest change.
-Error feedback adds the compression error to the client's next upload (Seide et al., 2014).
+Error feedback adds the compression error to the client's next upload (Seide et al., 2014). A layer
+without upload traffic in a round, such as a block that the client does not hold, keeps its error.
 Variances of BatchNorm are not sent below 0: their compressed change is at least −(downloaded
 variance).
 """
@@ -116,12 +117,15 @@ def compression(
             new = [leaf for _, leaf in paths]
             old = jax.tree.leaves(trees.matching_download(payload, result.upload))
             lost = jax.tree.leaves(client.lost) if feedback else [jnp.zeros(())] * len(new)
+            up = member.traffic(payload, result.upload).up
             for i, (path, leaf) in enumerate(paths):
                 if not _is_exact(leaf):
                     change = leaf - old[i] + lost[i]
                     sent = encode(change, jax.random.fold_in(key, i), bits, top_k)
                     sent = jnp.maximum(sent, -old[i]) if is_variance(path) else sent
-                    new[i], lost[i] = old[i] + sent, change - sent
+                    is_sent = jnp.asarray(up.get(trees.layer_name(path), 1)) > 0
+                    new[i] = jnp.where(is_sent, old[i] + sent, leaf)
+                    lost[i] = jnp.where(is_sent, change - sent, lost[i])
             new_lost = jax.tree.unflatten(structure, lost) if feedback else ()
             upload = jax.tree.unflatten(structure, new)
             return result._replace(upload=upload, client=Client(result.client, new_lost))

@@ -153,6 +153,21 @@ def test_quantised_changes_and_the_error_sum_to_all_changes():
     assert client.lost == ()
 
 
+def test_a_layer_that_is_not_uploaded_keeps_its_error():
+    """In round 1 nothing of w is uploaded. Round 2 adds the error of round 0: −4 1 3 1."""
+    data, federation = tiny.federated()
+
+    def traffic(payload: Any, upload: Any) -> Traffic:
+        return Traffic({}, {"w": jnp.where(upload["count"] == 301, 0, 16)})
+
+    algorithm = compression(federation, data, top_k=0.5)(scripted()._replace(traffic=traffic))
+    client = jax.tree.map(lambda leaf: leaf[0], algorithm.init(KEY).clients)
+    for t, lost in enumerate(([0, 0, 1, 0], [0, 0, 1, 0], [0, 1, 0, 1])):
+        ctx = ClientContext(0, (), jnp.int32(t), KEY)
+        client = algorithm.train({"w": jnp.zeros(4)}, client, ctx).client
+        np.testing.assert_array_equal(client.lost["w"], lost)
+
+
 def test_init_continues_the_error_of_an_earlier_phase():
     data, federation = tiny.federated()
     algorithm = compression(federation, data, bits=8)(scripted())
