@@ -40,7 +40,7 @@ from fedjax_pfl.transforms.wrapping import (
 )
 
 _ROUNDING = 1 << 30  # folded into the key; training splits its key by small numbers
-_SCALE_BITS = _INDEX_BITS = _FLOAT_BITS = 32
+_SCALE_BITS = _INDEX_BITS = 32
 
 
 class Client(NamedTuple):
@@ -50,16 +50,17 @@ class Client(NamedTuple):
     lost: PyTree  # compression error, in the structure of the upload, or ()
 
 
-def leaf_bytes(size: int, bits: int | None, top_k: float | None) -> int:
+def leaf_bytes(size: int, bits: int | None, top_k: float | None, full_bits: int = 32) -> int:
     """Returns the bytes of a compressed array: values, their indices, and a scale if quantised.
 
     Args:
       size: Number of values.
       bits: Bits per value; None: not quantised.
       top_k: Fraction of values that are sent; None: all.
+      full_bits: Bits per value before compression.
     """
     sent = size if top_k is None else math.ceil(top_k * size)
-    bits_per_value = (bits or _FLOAT_BITS) + (0 if top_k is None else _INDEX_BITS)
+    bits_per_value = (bits or full_bits) + (0 if top_k is None else _INDEX_BITS)
     return -(-(sent * bits_per_value + (_SCALE_BITS if bits else 0)) // 8)
 
 
@@ -83,7 +84,7 @@ def encode(x: jax.Array, key: jax.Array, bits: int | None, top_k: float | None) 
         # Comparing a uniform number, instead of adding it, keeps values on the grid at 16 bits.
         exact = jnp.clip(flat / divisor, -levels, levels)
         floor = jnp.floor(exact)
-        rounds_up = jax.random.uniform(key, flat.shape) < exact - floor
+        rounds_up = jax.random.uniform(key, flat.shape) < (exact - floor).astype(jnp.float32)
         flat = jnp.where(rounds_up, floor + 1, floor) * scale
     return flat.reshape(x.shape)
 
@@ -125,7 +126,8 @@ def compression(
                     sent = jnp.maximum(sent, -old[i]) if is_variance(path) else sent
                     is_sent = jnp.asarray(up.get(trees.layer_name(path), 1)) > 0
                     new[i] = jnp.where(is_sent, old[i] + sent, leaf)
-                    lost[i] = jnp.where(is_sent, change - sent, lost[i])
+                    # With the rounding of the sum, which is large in bfloat16.
+                    lost[i] = jnp.where(is_sent, change - (new[i] - old[i]), lost[i])
             new_lost = jax.tree.unflatten(structure, lost) if feedback else ()
             upload = jax.tree.unflatten(structure, new)
             return result._replace(upload=upload, client=Client(result.client, new_lost))
@@ -176,7 +178,10 @@ def _compressed_traffic(
     for layer, leaves in trees.layers(upload).items():
         full = sum(map(trees.leaf_bytes, leaves))
         compressed = sum(
-            trees.leaf_bytes(x) if _is_exact(x) else leaf_bytes(x.size, bits, top_k) for x in leaves
+            trees.leaf_bytes(x)
+            if _is_exact(x)
+            else leaf_bytes(x.size, bits, top_k, 8 * x.dtype.itemsize)
+            for x in leaves
         )
         count = traffic.up.get(layer, 0)
         if isinstance(count, int):

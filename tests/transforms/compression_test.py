@@ -168,6 +168,26 @@ def test_a_layer_that_is_not_uploaded_keeps_its_error():
         np.testing.assert_array_equal(client.lost["w"], lost)
 
 
+def test_the_error_includes_the_rounding_of_bfloat16():
+    """Around 64, numbers in bfloat16 are 0.5 apart."""
+    data, federation = tiny.federated()
+    old = {"w": jnp.full(4, 64, jnp.bfloat16)}
+    change = jnp.asarray(CHANGES[0], jnp.bfloat16)
+
+    def train(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
+        new = {"w": payload["w"] + change}
+        return ClientResult(new, new, client, {"loss": jnp.zeros(())})
+
+    first = State(old, (), jnp.arange(6))
+    method = scripted()._replace(init=lambda key, start=None: first, train=train)
+    algorithm = compression(federation, data, bits=3)(method)
+    client = jax.tree.map(lambda leaf: leaf[0], algorithm.init(KEY).clients)
+    result = algorithm.train(old, client, ClientContext(0, (), jnp.int32(0), KEY))
+    sent = np.float32(result.upload["w"]) - 64
+    np.testing.assert_array_equal(sent + np.float32(result.client.lost["w"]), CHANGES[0])
+    assert (sent % 1).any()
+
+
 def test_init_continues_the_error_of_an_earlier_phase():
     data, federation = tiny.federated()
     algorithm = compression(federation, data, bits=8)(scripted())
@@ -231,6 +251,9 @@ def test_traffic():
     for full, compressed in ((12, 6), (16, 8), (0, 0), (1, 1)):
         up = algorithm.traffic((), {"w": jnp.zeros(4), "bytes": jnp.int32(full)}).up
         assert int(up["w"]) == compressed
+    narrow = compression(federation, data, top_k=0.5)(scripted())
+    up = narrow.traffic((), {"w": jnp.zeros(4, jnp.bfloat16)}).up
+    assert up == {"w": 12}  # two values of 16 bits and two indices
     fixed = half._replace(traffic=lambda payload, upload: Traffic({}, {"w": 12}))
     up = compression(federation, data, bits=8)(fixed).traffic((), {"w": jnp.zeros(4)}).up
     assert up == {"w": 6}
