@@ -47,35 +47,49 @@ class Client(NamedTuple):
     own: PyTree  # variables of the private layers
 
 
-def _matching_paths(tree: PyTree, private: PyTree, skip: int = 1) -> dict[Path, Path]:
+def _matching_paths(
+    tree: PyTree, private: PyTree, others: PyTree = (), skip: int = 1
+) -> dict[Path, Path]:
     """Returns a dict: path in `tree` -> the path in `private` that it ends with.
 
     Args:
       tree: Any tree with models in it.
       private: Variables of the private layers.
+      others: Variables of the other layers. A path that ends with a longer one of theirs, such as
+        Block_0/Dense_0/kernel, does not match Dense_0/kernel.
       skip: Entries at the start of a private path to ignore. With 1 the collection is ignored,
         because a method may store parameters without it.
     """
-    private_paths, paths = (
-        [path for path, _ in tree_leaves_with_path(variables)] for variables in (private, tree)
+    private_paths, other_paths, paths = (
+        [path for path, _ in tree_leaves_with_path(variables)]
+        for variables in (private, others, tree)
     )
+
+    def ends_with(path: Path, layer_path: Path) -> bool:
+        return path[skip - len(layer_path) :] == layer_path[skip:]
+
     return {
         path: private_path
         for path in paths
         for private_path in private_paths
-        if path[skip - len(private_path) :] == private_path[skip:]
+        if ends_with(path, private_path)
+        and not any(
+            len(other_path) > len(private_path) and ends_with(path, other_path)
+            for other_path in other_paths
+        )
     }
 
 
-def replace_layers(tree: PyTree, private: PyTree, skip: int = 1) -> PyTree:
+def replace_layers(tree: PyTree, private: PyTree, others: PyTree = (), skip: int = 1) -> PyTree:
     """Returns `tree` with the values of `private` in each of its models, stacked ones included.
 
     Args:
       tree: Any tree with models in it.
       private: Variables of the private layers of one client.
+      others: Variables or shapes of the other layers.
       skip: Entries at the start of a private path that need not match; 1: the collection.
     """
-    matches = _matching_paths(tree, private, skip)
+    matches = _matching_paths(tree, private, others, skip)
     leaves = dict(tree_leaves_with_path(private))
 
     def replace(path: Path, leaf: jax.Array) -> jax.Array:
@@ -95,7 +109,7 @@ def private_layers(
       data: Examples; only their shapes matter.
       layers: Names of the private layers.
     """
-    private_shapes, _ = trees.split(model_shapes(model, federation), layers)
+    private_shapes, other_shapes = trees.split(model_shapes(model, federation), layers)
 
     def first(member: Algorithm, key: jax.Array, state: State, start: State | None) -> PyTree:
         if start is not None and isinstance(start.clients, Client):
@@ -107,11 +121,11 @@ def private_layers(
 
     def wrap(member: Algorithm) -> Algorithm:
         def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
-            client_payload = replace_layers(payload, client.own)
+            client_payload = replace_layers(payload, client.own, other_shapes)
             # With skip=0 only whole models match, not their momentum.
             method = replace_layers(client.method, client.own, skip=0)
             result = member.train(client_payload, method, ctx)
-            matches = _matching_paths(result.upload, private_shapes)
+            matches = _matching_paths(result.upload, private_shapes, other_shapes)
             values = dict(tree_leaves_with_path(result.upload))
             trained = {private_path: values[path] for path, private_path in matches.items()}
             private = tree_map_with_path(lambda path, old: trained.get(path, old), client.own)
@@ -123,7 +137,7 @@ def private_layers(
             return result._replace(upload=upload, client=Client(result.client, private))
 
         def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
-            server, rows = (replace_layers(part, client.own) for part in (state.server, state.rows))
+            server, rows = replace_layers((state.server, state.rows), client.own, other_shapes)
             method = replace_layers(client.method, client.own, skip=0)
             return member.personalize(State(server, rows, ()), method, ctx)
 
@@ -139,7 +153,7 @@ def private_layers(
     def transform(algorithm: Algorithm) -> Algorithm:
         if has_groups(algorithm):
             raise UsageError("keep_head is for one architecture; use it without groups")
-        if not _is_shared(algorithm, private_shapes, data):
+        if not _is_shared(algorithm, private_shapes, other_shapes, data):
             return algorithm
         # A client replaces the layers in all rows, so the rows must be arrays on the device.
         return with_client_state(algorithm, Client, first, wrap)._replace(offload=())
@@ -170,7 +184,7 @@ KEEP_HEAD = Selectable(
 )
 
 
-def _is_shared(algorithm: Algorithm, private: PyTree, data: FederatedData) -> bool:
+def _is_shared(algorithm: Algorithm, private: PyTree, others: PyTree, data: FederatedData) -> bool:
     """Returns True if clients upload the private layers.
 
     Raises UsageError if the payload, the trained model and the stored model are not one model of
@@ -180,6 +194,7 @@ def _is_shared(algorithm: Algorithm, private: PyTree, data: FederatedData) -> bo
     Args:
       algorithm: The algorithm, without groups.
       private: Shapes of the private layers.
+      others: Shapes of the other layers.
       data: Examples; only their shapes matter.
     """
     state, payload, upload, variables = round_shapes(algorithm, data)
@@ -194,11 +209,12 @@ def _is_shared(algorithm: Algorithm, private: PyTree, data: FederatedData) -> bo
         }
 
     shapes = {str(path): leaf.shape for path, leaf in tree_leaves_with_path(private)}
-    is_shared = bool(_matching_paths(upload, private))
+    is_shared = bool(_matching_paths(upload, private, others))
     is_sent_and_stored = shapes.items() <= private_part(payload).items() and bool(
-        _matching_paths((state.server, state.rows), private)
+        _matching_paths((state.server, state.rows), private, others)
     )
-    other = set(_matching_paths(payload, private)) - set(_matching_paths(payload, private, skip=0))
+    matches, models = (_matching_paths(payload, private, others, skip) for skip in (1, 0))
+    other = set(matches) - set(models)
     if other:
         raise UsageError(
             "keep_head is for methods that send models alone, and this one sends the head's "

@@ -1,16 +1,20 @@
 """Tests of private layers around several methods."""
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from fedjax_pfl import transforms
+from fedjax_pfl import algorithms, transforms
 from fedjax_pfl.core import trees
+from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.core.groups import by_group
+from fedjax_pfl.testing import example
 from fedjax_pfl.transforms.private_layers import private_layers, replace_layers
 from tests import cases, tiny
 from tests.algorithms.served import KEY, after_rounds, served
@@ -93,6 +97,41 @@ def test_replace_layers_changes_every_model_of_a_tree():
     np.testing.assert_array_equal(tree["ids"], [0, 1])
 
 
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.relu(nn.Dense(tiny.CLASSES)(x))
+
+
+class Nested(nn.Module):
+    """Its head, Dense_0, has the name of a layer inside a block."""
+
+    head = "Dense_0"
+    layers = ("Block_0/Dense_0", "Block_1/Dense_0", "Dense_0")
+
+    @nn.compact
+    def __call__(self, x, train=False, mask=None):
+        return nn.Dense(tiny.CLASSES)(Block()(Block()(x)))
+
+
+def test_layers_inside_blocks_may_have_the_name_of_the_head():
+    network = Nested()
+    fedavg = algorithms.fedavg(network, example.training(), FEDERATION)
+    algorithm = private_layers(network, FEDERATION, DATA, {network.head})(fedavg)
+    state = algorithm.init(KEY)
+    server, client = state.server, trees.row(state.clients, 1)
+    client = client._replace(own=jax.tree.map(lambda leaf: leaf + 1, client.own))
+    ctx = ClientContext(jnp.int32(1), client_data(DATA, 1), jnp.int32(0), KEY)
+    result = jax.jit(algorithm.train)(server, client, ctx)
+    expected = fedavg.train(replace_layers(server, client.own, skip=0), client.method, ctx)
+    head, body = trees.split(expected.upload, {network.head})
+    chex.assert_trees_all_close(result.client.own, head, rtol=1e-5, atol=1e-6)
+    uploaded_head, uploaded_body = trees.split(result.upload, {network.head})
+    chex.assert_trees_all_close(uploaded_body, body, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_equal(uploaded_head, trees.split(server, {network.head})[0])
+    assert set(algorithm.traffic(server, result.upload).up) == set(network.layers[:2])
+
+
 @pytest.mark.slow("two phases")
 def test_later_phase_starts_from_the_private_heads():
     state, _ = after_rounds(with_private_head("fedavg"), 2)
@@ -122,7 +161,7 @@ def test_later_phase_starts_from_a_server_with_the_state_of_other_transforms():
 def test_fedfomo_stores_models_with_the_private_head():
     state, _ = after_rounds(with_private_head("fedfomo"), 2)
     private = jax.tree.map(lambda leaf: leaf + 7.0, state.clients.own)
-    stored = replace_layers(state.clients.method, private, 0)
+    stored = replace_layers(state.clients.method, private, skip=0)
     expected = private["params"]["fc2"]["kernel"]
     np.testing.assert_array_equal(stored.start["params"]["fc2"]["kernel"], expected)
     chex.assert_trees_all_equal(stored.momentum, state.clients.method.momentum)
