@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
 from fedjax_pfl.algorithms.shared.initial_state import initial_variables, model_shapes
-from fedjax_pfl.core import trees
+from fedjax_pfl.core import jaxprs, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
     ClientContext,
@@ -25,7 +25,7 @@ from fedjax_pfl.core.algorithm import (
     Traffic,
 )
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.examples import FederatedData
+from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.groups import has_groups
 from fedjax_pfl.core.setting import Setting
 from fedjax_pfl.transforms.wrapping import (
@@ -185,11 +185,11 @@ KEEP_HEAD = Selectable(
 
 
 def _is_shared(algorithm: Algorithm, private: PyTree, others: PyTree, data: FederatedData) -> bool:
-    """Returns True if clients upload the private layers.
+    """Returns True if clients upload the private layers, False if they keep them by themselves.
 
-    Raises UsageError if the payload, the trained model and the stored model are not one model of
-    the network, or if the payload has other values of the private layers, such as SCAFFOLD's
-    control variates, which are not a client's own.
+    Raises UsageError if they do neither, if the payload, the trained model and the stored model are
+    not one model of the network, or if the payload has other values of the private layers, such as
+    SCAFFOLD's control variates, which are not a client's own.
 
     Args:
       algorithm: The algorithm, without groups.
@@ -199,7 +199,8 @@ def _is_shared(algorithm: Algorithm, private: PyTree, others: PyTree, data: Fede
     """
     state, payload, upload, variables = round_shapes(algorithm, data)
     names = set(trees.layers(private))
-    if names <= set(trees.layers(variables)) and not names & set(trees.layers(upload)):
+    is_own = names <= set(trees.layers(variables)) and not names & set(trees.layers(upload))
+    if is_own and _are_stored(algorithm, state, names, data):
         return False  # such as factorized_fl, whose factorized head is never uploaded
 
     def private_part(tree: PyTree) -> dict[str, tuple[int, ...]]:
@@ -220,9 +221,26 @@ def _is_shared(algorithm: Algorithm, private: PyTree, others: PyTree, data: Fede
             "keep_head is for methods that send models alone, and this one sends the head's "
             f"{jax.tree_util.keystr(min(other, key=str))} as well; leave it off"
         )
-    if private_part(variables) != shapes or (is_shared and not is_sent_and_stored):
+    if private_part(variables) != shapes or not (is_shared and is_sent_and_stored):
         raise UsageError(
             "keep_head is for methods that share one model of the network, which this one is not; "
             "leave it off (pfedhn_pc keeps the head by itself)"
         )
-    return is_shared
+    return True
+
+
+def _are_stored(
+    algorithm: Algorithm, state: State, names: Collection[str], data: FederatedData
+) -> bool:
+    """Returns True if clients keep the layers `names` of their personalised models.
+
+    `algorithm` has no groups. Of `state` and `data`, only shapes matter.
+    """
+    number, key = jnp.int32(0), jax.random.key(0)
+
+    def stored(clients: PyTree, shared: State, data: FederatedData) -> PyTree:
+        ctx = ClientContext(i=number, data=client_data(data, number), t=number, key=key)
+        variables = algorithm.personalize(shared, trees.row(clients, number), ctx)
+        return trees.split(variables, names)[0]
+
+    return jaxprs.depends_on(stored, state.clients, state._replace(clients=()), data)

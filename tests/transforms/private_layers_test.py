@@ -67,13 +67,25 @@ def test_private_heads_stay_on_their_clients(name):
         np.testing.assert_allclose(model["params"]["fc2"]["kernel"], heads[2], rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["local", "fedper", "fedrep", "pfedhn_pc", "factorized_fl"])
+OWN_HEAD = (
+    "local",
+    "fedper",
+    "fedrep",
+    "pfedhn_pc",
+    "factorized_fl",
+    "fedbabu",
+    "fedas",
+    "fedproto",
+)
+
+
+@pytest.mark.parametrize("name", OWN_HEAD)
 def test_methods_that_share_no_head_are_unchanged(name):
     algorithm = cases.make(name, FEDERATION)
     assert keep_head(algorithm) is algorithm
 
 
-@pytest.mark.parametrize("name", ["pfedhn", "fedem", "fedmn"])
+@pytest.mark.parametrize("name", ["pfedhn", "fedem", "fedmn", "pefll", "fedgh", "pfedfda"])
 def test_refused_methods(name):
     """Methods without one shared model, and groups of networks."""
     with pytest.raises(UsageError, match="leave it off"):
