@@ -202,7 +202,8 @@ def normalised(uploads: PyTree, payloads: PyTree, weights: jax.Array, steps: jax
 
     def scale(upload: jax.Array, payload: jax.Array) -> jax.Array:
         factor = factors.reshape(-1, *[1] * (upload.ndim - 1))
-        return jnp.where(factor == 1.0, upload, payload + factor * (upload - payload))
+        old, change = (leaf.astype(jnp.float32) for leaf in (payload, upload - payload))
+        return jnp.where(factor == 1.0, upload, (old + factor * change).astype(upload.dtype))
 
     return {**uploads, "params": jax.tree.map(scale, uploads["params"], payloads["params"])}
 

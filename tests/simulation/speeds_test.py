@@ -155,6 +155,15 @@ def test_partial_work_and_the_mean_of_fednova_by_hand():
     chex.assert_trees_all_equal((state, log), run_partial(client_speeds, chunk=3))
 
 
+def test_partial_work_in_bfloat16_stays_in_bfloat16():
+    """Of 1 and 3 steps with equal weights, the mean is 2."""
+    payloads = {"params": {"w": jnp.ones((2, 1), jnp.bfloat16)}}
+    uploads = {"params": {"w": jnp.asarray([[2], [4]], jnp.bfloat16)}}
+    new = speeds.normalised(uploads, payloads, jnp.ones(2), jnp.array([1, 3]))["params"]["w"]
+    assert new.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(new, [[3], [3]])
+
+
 def test_equal_steps_give_fedavg_bit_for_bit():
     equal = Speeds(np.full(N, 3), step_seconds=1.0, deadline=3.0, partial_bytes=(12, 12))
     state, log = run_partial(equal)
