@@ -229,7 +229,8 @@ def _call_back(loop: Loop, sweep_run: SweepRun, i: int, call: Call) -> bool:
         ]
     if loop.callbacks.on_evaluation and call.scores is not None:
         results.append(loop.callbacks.on_evaluation(sweep_run.name, sweep_run.at.metrics[-1]))
-    return any(result is False for result in results)
+    # NumPy's False too: comparisons of the arrays in a log return it.
+    return any(isinstance(result, bool | np.bool_) and not result for result in results)
 
 
 def _report_progress(loop: Loop, call: Call) -> None:
