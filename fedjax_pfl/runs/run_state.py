@@ -180,7 +180,7 @@ def record_evaluation(
     columns |= {
         name.removeprefix(_COLUMN): np.asarray(array)
         for name, array in observed.items()
-        if name.startswith(_COLUMN)
+        if name.startswith(_COLUMN) and np.shape(array) == honest.shape
     }
     rows = clients_csv.client_scores(scores, task, inputs.evaluated, columns)
     previous = at.clients if at.best_round is not None else ()  # none of an earlier phase

@@ -2,6 +2,7 @@
 
 import html
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
@@ -46,6 +47,19 @@ def test_metrics_contain_diagnostics_of_the_recorded_arrays(run):
             moved = diagnostics.moving_fraction(alphas[n], alphas[n - 1])
             assert line["diagnostics"]["moving"] == moved
     assert "moving" not in run.metrics[0]["diagnostics"]
+
+
+def test_only_arrays_with_a_number_per_client_are_columns():
+    def weighted(model, training, federation):
+        arrays = {"client_weights": jnp.zeros((3, 2)), "client_age": jnp.arange(3)}
+        method = fedjax_pfl.fedavg(model, training, federation)
+        return method._replace(observe=lambda state: arrays | {"client_any": jnp.zeros(())})
+
+    settings = {"dataset": "synthetic", "model": "mlp", "clients": 3, "rounds": 1}
+    result = fedjax_pfl.run(settings, algorithm=weighted)
+    assert [row["age"] for row in result.clients] == [0.0, 1.0, 2.0]
+    assert not {"weights", "any"} & set(result.clients[0])
+    assert result.observations["client_weights"][1][0].shape == (3, 2)
 
 
 def test_diagnostics_are_written_and_reported(run):
