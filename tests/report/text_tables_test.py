@@ -36,6 +36,13 @@ Variants of this library: \\
     )
 
 
+def test_latex_has_no_greek_letters_that_pdflatex_refuses():
+    table = Table("Privacy", ["ε and δ"], [["FedAvg", "ε = 1.5, δ = 1e-05"]])
+    text = text_tables.latex([table])
+    assert r" & $\varepsilon$ and $\delta$ \\" in text
+    assert r"FedAvg & $\varepsilon$ = 1.5, $\delta$ = 1e-05 \\" in text
+
+
 def test_best_values_are_signed_and_missing_if_nothing_is_better():
     rows = [["a", "-2.00", "3", "–"], ["b", "+1.00", "3", "4"]]
     table = Table("", ["x", "y", "z"], rows, best=[1, 1, 1])
