@@ -192,12 +192,13 @@ def training_differences(run: Run, reference: Run) -> list[str]:
     """Returns the dotted names of settings that differ between two runs, except the method.
 
     Those of transforms and evaluation do not count. A run of several phases counts as one phase,
-    with the settings of the last and the rounds of all, as the setting `reference` trains it.
+    with the settings of the last, as the setting `reference` trains it. Its rounds are those at the
+    last evaluation: a callback can end a run before the rounds of its settings.
     """
     defaults, settings = run_reader.default_settings(), []
-    for config in (run.config, reference.config):
+    for config, metrics in ((run.config, run.metrics), (reference.config, reference.metrics)):
         phases = list(method_labels.phases(comparison.result_settings(config, defaults)))
-        rounds = sum(phase.get("rounds") or 0 for phase in phases)
+        rounds = metrics[-1]["round"] if metrics else 0
         settings.append({**phases[-1], "rounds": rounds})
     differing = different_settings(settings[0], settings[1])
     return [key for key in differing if key.split(".")[0] not in _IGNORED]

@@ -330,6 +330,10 @@ def test_report_compares_with_reference_runs_on_the_same_data(tmp_path):
     (tmp_path / "a" / "config.json").write_text(json.dumps(work("fedavg", learning_rate=0.5)))
     text = html.unescape(report.write(run).read_text())
     assert text.count("The two runs also differ in learning_rate.") == 1  # in the list
+    longer = run._replace(metrics=[*run.metrics, {**run.metrics[-1], "round": 20}])
+    assert references.training_differences(run, longer) == ["rounds"]
+    assert references.training_differences(run._replace(metrics=[]), run) == ["rounds"]
+    assert references.comparable(run, {"FedAvg": longer}) == {}
     shutil.rmtree(tmp_path / "run" / "reference")  # the only reference run has other settings
     text = html.unescape(report.write(run).read_text())
     assert "that of FedAvg (a) differs in learning_rate. The setting reference=true" in text
