@@ -136,12 +136,13 @@ def _logger(
             if started:
                 started[0].log(line)
                 return
-            run = None
+            config, metrics = dict[str, Any](), list[dict[str, Any]]()
             if (directory / run_reader.METRICS).is_file():
-                run = run_reader.read(directory)
+                config = run_reader.read_config(directory)
+                metrics = run_reader.read_metrics(directory)
             directory.mkdir(parents=True, exist_ok=True)
-            started.append(start(directory, parameters(run.config if run else {})))
-            for earlier in run.metrics if run else ():
+            started.append(start(directory, parameters(config)))
+            for earlier in metrics:
                 if earlier["round"] < line["round"]:
                     started[0].log(earlier)
             started[0].log(line)

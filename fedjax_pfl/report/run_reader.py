@@ -23,6 +23,7 @@ STAGES = ("before", "after", "validation")
 _MAX_DEPTH = 12  # of nested settings; the library has three levels
 _MAX_NUMBER = 10**30  # a float can hold it
 _TEXT_COLUMNS = {"owner"}  # of clients.csv
+_REWRITE = "run the command again to write it again"  # hint for a damaged file
 
 
 class Run(NamedTuple):
@@ -69,16 +70,14 @@ def read(directory: Path) -> Run:
     if missing:
         raise UsageError(f"{directory} is not a run directory: it lacks {' and '.join(missing)}")
     finished = (directory / REPORT).is_file()
-    config = read_config(directory)
-    hint = "run the command again to write it again"
-    metrics = _read_file(directory / METRICS, hint, lambda path: list(_lines(path, finished)))
+    config, metrics = read_config(directory), read_metrics(directory)
     if not metrics:
         raise UsageError(f"{directory} has nothing to show yet: {METRICS} holds no evaluation")
 
     def read_at_end(name: str, read_content: Callable[[Path], Any], default: Any) -> Any:
         """Reads a file that a run writes at its end; returns `default` if it is not there."""
         path = directory / name
-        return _read_file(path, hint, read_content) if finished and path.is_file() else default
+        return _read_file(path, _REWRITE, read_content) if finished and path.is_file() else default
 
     return Run(
         directory=directory,
@@ -91,6 +90,12 @@ def read(directory: Path) -> Run:
         finished=finished,
         examples=examples_of(directory, config),
     )
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """Reads the evaluations of a run directory; raises UsageError if metrics.jsonl is damaged."""
+    finished = (directory / REPORT).is_file()
+    return _read_file(directory / METRICS, _REWRITE, lambda path: list(_lines(path, finished)))
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 import fedjax_pfl as pfl
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.report import loggers
+from fedjax_pfl.report import loggers, run_reader
 from fedjax_pfl.runs import runner
 from tests.runs.common import BASE, FILES, read_metrics
 
@@ -212,6 +212,21 @@ def test_a_log_equals_metrics_after_an_interruption_and_sends_nothing(name, tmp_
     result = runner.run(BASE, added, on_evaluation=logger)
     logger.close()
     assert_as_in_metrics(name, added, result.metrics)
+
+
+def test_a_log_needs_no_file_that_the_end_of_a_run_writes(tmp_path):
+    """A repeated command copies the evaluations before it writes a damaged clients.csv again."""
+    line = {"round": 1, "before": {"accuracy_mean": 0.5}}
+    contents = {"config.json": {"rounds": 1}, "metrics.jsonl": line, "clients.csv": "damaged"}
+    for name, content in contents.items():
+        (tmp_path / name).write_text(json.dumps(content) + "\n")
+    (tmp_path / "report.html").touch()
+    with pytest.raises(UsageError, match="it is no table of clients"):
+        run_reader.read(tmp_path)
+    logger = loggers.tensorboard(tmp_path)
+    logger(line)
+    logger.close()
+    assert (tmp_path / loggers.EVENT_FILE).stat().st_size
 
 
 def test_scalars_and_parameters_skip_missing_values():
