@@ -37,7 +37,7 @@ def draw(rows: Mapping[str, Curve], metric: Metric) -> Picture:
     panels = figure.subplots(1, count, sharey=True, squeeze=False)[0]
     looks = (drawing.COLOURS, drawing.MARKERS, drawing.DASHES)
     styles = zip(*map(itertools.cycle, looks), strict=True)
-    for label, curve, (colour, marker, dash) in zip(wrapped, rows.values(), styles, strict=False):
+    for curve, (colour, marker, dash) in zip(rows.values(), styles, strict=False):
         crowded = len(curve.rounds) > MAX_MARKERS
         values = [curve.rounds, *[curve.bytes_moved] * moved, *[curve.seconds] * is_timed]
         for axes, x in zip(panels, values, strict=True):
@@ -51,7 +51,6 @@ def draw(rows: Mapping[str, Curve], metric: Metric) -> Picture:
                 marker="" if crowded else marker,
                 markersize=4,
                 linewidth=1.6,
-                label=label,
                 clip_on=False,
                 zorder=3,
             )
@@ -71,7 +70,8 @@ def draw(rows: Mapping[str, Curve], metric: Metric) -> Picture:
     if is_timed:
         panels[-1].set_xlabel("simulated seconds")
     figure.legend(
-        *panels[0].get_legend_handles_labels(),
+        panels[0].lines,  # with labels of the lines, those that start with "_" would be missing
+        wrapped,
         loc="outside lower left",
         ncols=min(count, 2),
         frameon=False,

@@ -143,6 +143,12 @@ def test_curves_have_a_band_over_seeds_and_a_reproducible_pdf(pair):
     assert "Bands" not in comparison_curves.draw(single, metric).caption
 
 
+def test_every_row_is_in_the_legend(pair):
+    curve, metric = comparison.curve(pair[0]), metric_of(pair[0].runs[0].metrics)
+    picture = comparison_curves.draw({"_mine": curve, "$a": curve}, metric)
+    assert [text.get_text() for text in picture.figure.legends[0].get_texts()] == ["_mine", r"\$a"]
+
+
 def test_folder_that_cannot_be_written_is_refused(pair, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot be written"):
