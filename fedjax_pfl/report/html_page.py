@@ -109,9 +109,10 @@ def definitions() -> str:
 def page(title: str, facts: Sequence[str], body: str) -> str:
     """Returns a complete HTML document, with style and without links to other files.
 
-    `title` and the `facts` for the line below it are text; `body` is HTML.
+    `title` and the `facts` for the line below it are text; `body` is HTML. Bytes of a file's name
+    that are no UTF-8 become escapes such as \\udcff, because a page cannot hold them.
     """
-    return f"""<!doctype html>
+    content = f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -131,6 +132,7 @@ def page(title: str, facts: Sequence[str], body: str) -> str:
 </body>
 </html>
 """
+    return content.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def table_block(

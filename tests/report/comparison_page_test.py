@@ -143,6 +143,12 @@ def test_curves_have_a_band_over_seeds_and_a_reproducible_pdf(pair):
     assert "Bands" not in comparison_curves.draw(single, metric).caption
 
 
+def test_a_directory_whose_name_is_no_utf_8(pair, tmp_path):
+    run = pair[0].runs[0]._replace(directory=tmp_path / "r\udcff")
+    page = comparison_page.write([pair[0]._replace(runs=[run])], tmp_path / "out")
+    assert "r\\udcff" in page.read_text(encoding="utf-8")
+
+
 def test_every_row_is_in_the_legend(pair):
     curve, metric = comparison.curve(pair[0]), metric_of(pair[0].runs[0].metrics)
     picture = comparison_curves.draw({"_mine": curve, "$a": curve}, metric)
