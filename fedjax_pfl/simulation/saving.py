@@ -62,15 +62,15 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
     like = _to_arrays(like)
     leaves = _named_leaves(like)
     try:
-        file = np.load(path, allow_pickle=False)
-        if not isinstance(file, np.lib.npyio.NpzFile):
-            raise UsageError(f"{path} holds one array; give a file that `save` wrote")
-        with file:
-            stored = {name: file[name] for name in file.files}
+        with open(path, "rb") as content:  # NumPy leaves a damaged file open
+            file = np.load(content, allow_pickle=False)
+            stored = {name: file[name] for name in getattr(file, "files", ())}
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or first_line(error)}") from None
-    except (ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+    except (ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile) as error:
         raise UsageError(f"{path} is damaged: {first_line(error)}") from None
+    if isinstance(file, np.ndarray):
+        raise UsageError(f"{path} holds one array; give a file that `save` wrote")
     if different := sorted(stored.keys() ^ leaves.keys()):
         owner = path if different[0] in stored else "the tree `like`"
         raise UsageError(

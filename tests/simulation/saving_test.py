@@ -50,10 +50,18 @@ def test_dtypes_and_damaged_files(tmp_path: Path):
     content[len(content) // 2] ^= 1
     path.write_bytes(bytes(content))
     assert "is damaged" in message(pfl.restore, path, tree)
+    intact = bytearray(content)
+    intact[len(content) // 2] ^= 1
+    directory = content.rindex(b"PK\x01\x02")
+    for position, change in ((6, 100), (8, 1), (8, 32), (10, 1)):  # version, flags and compression
+        damaged = bytearray(intact)
+        damaged[directory + position] ^= change
+        path.write_bytes(bytes(damaged))
+        assert "is damaged" in message(pfl.restore, path, tree)
     assert "No such file" in message(pfl.restore, tmp_path / "none.npz", tree)
     np.save(tmp_path / "array.npy", np.zeros(3))
     line = message(pfl.restore, tmp_path / "array.npy", tree)
-    assert "holds one array; give a file that `save` wrote" in line
+    assert line == f"{tmp_path / 'array.npy'} holds one array; give a file that `save` wrote"
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path):
