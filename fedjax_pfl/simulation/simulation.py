@@ -129,6 +129,8 @@ class Simulation:
         require_count("chunk", chunk)
         require(0 <= dropout <= 1, f"dropout is {dropout}; it is a probability, 0 to 1")
         require_above("max_update_norm", max_update_norm, 0)
+        is_folder = store != "disk" or folder is None or Path(folder).is_dir()
+        require(is_folder, f"folder {folder} does not exist; create it, or leave folder out")
         self.method = method
         self.examples: FederatedData = data.examples
         self.federation: Federation = data.federation

@@ -244,6 +244,7 @@ def test_clients_without_examples_have_no_score(method, data):
         (Simulation, (), {"dropout": float("nan")}, "dropout is nan; it is a probability, 0 to 1"),
         (Simulation, (), {"dropout": 2.0}, "dropout is 2.0; it is a probability, 0 to 1"),
         (Simulation, (), {"max_update_norm": -1}, "max_update_norm is -1; it must be above 0"),
+        (Simulation, (), {"store": "disk", "folder": "no/folder"}, "folder no/folder does not"),
         (Simulation, (), {"deadline": 5.0}, "deadline needs step_seconds; add it"),
         (Simulation, (), {"step_seconds": [1.0, 2.0]}, "step_seconds has shape [2]; give one nu"),
         (Simulation, (), {"step_seconds": "slow"}, "step_seconds is 'slow'; it must be a number"),
