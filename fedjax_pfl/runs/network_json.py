@@ -15,7 +15,9 @@ from fedjax_pfl.algorithms.knn_per import NeighbourMixture
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.networks import MODELS
 from fedjax_pfl.networks.factorized import Factorized, Hadamard, SplitKernels
+from fedjax_pfl.networks.pretrained import Pretrained
 from fedjax_pfl.networks.user_defined import UserNetwork
+from fedjax_pfl.networks.zero_head import ZeroHead
 from fedjax_pfl.settings import custom
 
 NETWORKS: dict[str, Callable[..., Any]] = {
@@ -39,6 +41,8 @@ def to_json(net: Any) -> dict[str, Any]:
 
     Raises UsageError if it is neither built-in nor passed to `run` as `model`.
     """
+    while isinstance(net, Pretrained | ZeroHead):
+        net = net.model  # the wrapper only initialises it
     if isinstance(net, UserNetwork):
         settings = json.loads(json.dumps(dict(net.settings)))
         return {"kind": "own", "name": net.name, "settings": settings}

@@ -10,8 +10,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedjax_pfl import algorithms, networks
+from fedjax_pfl.algorithms.fedproto import Nearest
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import client_data, load, take
+from fedjax_pfl.networks.zero_head import ZeroHead
 from fedjax_pfl.runs import export, network_json, runner
 from fedjax_pfl.runs.build import build
 from fedjax_pfl.settings import configuration
@@ -223,3 +225,11 @@ def test_the_network_of_every_method_is_restored_from_json(name):
     encoded = json.loads(json.dumps(network_json.to_json(network)))
     decoded = network_json.from_json(network_json.lists_to_tuples(encoded), {}, None)
     assert (type(decoded), decoded) == (type(network), network)
+
+
+@pytest.mark.parametrize("wrap", [ZeroHead, lambda network: networks.Pretrained(network, {})])
+def test_the_initialisation_of_a_network_is_not_in_its_json(wrap):
+    network = networks.MLP(outputs=3, hidden=(4,))
+    for kind in (lambda inner: inner, Nearest):
+        expected = network_json.to_json(kind(network))
+        assert network_json.to_json(kind(wrap(network))) == expected
