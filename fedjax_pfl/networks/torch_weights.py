@@ -8,8 +8,8 @@ Layers are matched by kind, shape and order, because their names differ between 
     norm          weight, bias, running_mean,   scale, bias, mean, var
                   running_var
 
-PyTorch flattens images as [C, H, W] and Flax as [H, W, C], so the inputs of the first dense layer
-are reordered.
+PyTorch flattens images as [C, H, W] and Flax as [H, W, C], so dense layers and norms that read a
+flattened image are reordered.
 """
 
 import math
@@ -24,6 +24,7 @@ import numpy as np
 
 from fedjax_pfl.core import tensor_file, trees
 from fedjax_pfl.core.errors import UsageError, first_line
+from fedjax_pfl.networks import tracing
 
 PyTree = Any
 _SKIPPED = "num_batches_tracked"  # PyTorch's count of batches, which no result depends on
@@ -40,25 +41,21 @@ class _Leaf(NamedTuple):
     torch_name: str  # such as "weight"
     shape: tuple[int, ...]  # here
     dtype: np.dtype
-    channels: int  # of the image that the layer gets flattened, with channels first in PyTorch
+    channels: int  # of the image that the leaf has flattened on axis 0; 1 if there is none
 
     def to_torch(self, array: np.ndarray) -> np.ndarray:
         """Returns the array in PyTorch's layout."""
-        if self.path[-1] != "kernel":
-            return array
-        if array.ndim == 2:
-            rows = array.reshape(-1, self.channels, array.shape[1])
-            return rows.swapaxes(0, 1).reshape(array.shape).T
-        return np.moveaxis(array, (-1, -2), (0, 1))
+        if array.ndim > 2:
+            return np.moveaxis(array, (-1, -2), (0, 1))
+        rows = array.reshape(-1, self.channels, *array.shape[1:])
+        return rows.swapaxes(0, 1).reshape(array.shape).T
 
     def from_torch(self, array: np.ndarray) -> np.ndarray:
         """Returns an array in PyTorch's layout in the layout here; inverse of `to_torch`."""
-        if self.path[-1] != "kernel":
-            return array
-        if array.ndim == 2:
-            rows = array.T.reshape(self.channels, -1, array.shape[0])
-            return rows.swapaxes(0, 1).reshape(self.shape)
-        return np.moveaxis(array, (0, 1), (-1, -2))
+        if array.ndim > 2:
+            return np.moveaxis(array, (0, 1), (-1, -2))
+        rows = array.T.reshape(self.channels, -1, *array.shape[:-1])
+        return rows.swapaxes(0, 1).reshape(self.shape)
 
     @property
     def torch_shape(self) -> tuple[int, ...]:
@@ -187,8 +184,11 @@ def _layers(network: Any, input_shape: Sequence[int]) -> dict[str, list[_Leaf]]:
         names = tuple(key.key for key in path)
         grouped.setdefault(trees.layer_name(path), []).append((names, leaf))
     layers = dict[str, list[_Leaf]]()
-    image_channels = input_shape[-1] if len(input_shape) > 1 else 1  # of what is flattened next
-    for layer in getattr(network, "layers", sorted(grouped, key=_natural)):
+    flattened = tracing.flattened_channels(network.apply, variables, x)
+    names = getattr(network, "layers", ())
+    if not all(isinstance(name, str) for name in names) or set(names) != set(grouped):
+        names = tracing.layers_in_order(network.apply, variables, x)
+    for layer in names:
         kernel = next((leaf for path, leaf in grouped[layer] if path[-1] == "kernel"), None)
         names_here = _NORM if kernel is None else _LINEAR
         for path, leaf in grouped[layer]:
@@ -197,15 +197,15 @@ def _layers(network: Any, input_shape: Sequence[int]) -> dict[str, list[_Leaf]]:
                     f"{layer} has {path[-1]} {list(leaf.shape)}: it is no convolution, dense layer "
                     "or norm, the layers that PyTorch's weights are known for"
                 )
-        channels = 1
-        if kernel is not None and kernel.ndim > 2:
-            image_channels = kernel.shape[-1]
-        elif kernel is not None:
-            channels, image_channels = image_channels, 1  # only the first dense layer is reordered
-            if kernel.shape[0] % channels:
-                raise UsageError(f"{layer} has {kernel.shape[0]} inputs for {channels} channels")
         layers[layer.replace("/", ".")] = [
-            _Leaf(path, names_here[path[-1]], leaf.shape, leaf.dtype, channels)
+            _Leaf(
+                path=path,
+                torch_name=names_here[path[-1]],
+                shape=leaf.shape,
+                dtype=leaf.dtype,
+                # A dense layer's outputs are not flattened.
+                channels=flattened.get(layer, 1) if kernel is None or leaf is kernel else 1,
+            )
             for path, leaf in grouped[layer]
         ]
     return layers

@@ -1,12 +1,13 @@
 """Properties of a network that are read from its jaxpr, without running it."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from fedjax_pfl.core import trees
+from fedjax_pfl.core import jaxprs, trees
 from fedjax_pfl.core.jaxprs import Jaxpr, Var, inner_programs
 
 PyTree = Any
@@ -50,6 +51,62 @@ def layers_in_order(
         for name in used & last_use.keys():
             last_use[name] = max(last_use[name], position)
     return tuple(sorted(last_use, key=lambda name: last_use[name]))
+
+
+class _Origin(NamedTuple):
+    """Origin of an array in a network."""
+
+    is_input: bool = False  # whether it depends on the network's input
+    layers: Labels = _NO_LABELS  # whose parameters it depends on, since the last product
+    channels: int = 1  # of the image that was flattened to it
+    channels_first: bool = False  # whether it is an image that was transposed to [B, C, ...]
+
+
+def flattened_channels(
+    apply: Callable[[PyTree, Any], Any], variables: PyTree, x: Any
+) -> dict[str, int]:
+    """Returns C for every layer that reads an image [B, ..., C] flattened to [B, ...·C].
+
+    Arguments as for `layers_in_order`.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path({"variables": variables})
+    arguments = [_Origin(layers=Labels({trees.layer_name(path[1:])})) for path, _ in leaves]
+    closed, channels = jax.make_jaxpr(apply)(variables, x), dict[str, int]()
+
+    def operation(eqn: Any, operands: Sequence[_Origin]) -> list[_Origin]:
+        count = max((operand.channels for operand in operands), default=1)
+        if count > 1:
+            channels.update(dict.fromkeys(_NO_LABELS.union(*(o.layers for o in operands)), count))
+        return [_result_origin(eqn, operands)] * len(eqn.outvars)
+
+    jaxprs.interpret(
+        closed.jaxpr,
+        [_Origin()] * len(closed.consts),
+        [*arguments, _Origin(is_input=True)],
+        operation,
+        lambda constant: _Origin(),
+    )
+    return channels
+
+
+def _result_origin(eqn: Any, operands: Sequence[_Origin]) -> _Origin:
+    """Returns the origin of the results of an equation, given those of its operands."""
+    name, is_input = eqn.primitive.name, any(operand.is_input for operand in operands)
+    if not is_input or name in ("conv_general_dilated", "dot_general"):
+        return _Origin(is_input, _NO_LABELS.union(*(o.layers for o in operands if not is_input)))
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    if name == "reshape" and len(before) > 2 and after == (before[0], math.prod(before[1:])):
+        return _Origin(True, channels=1 if operands[0].channels_first else before[-1])
+    same = [o for v, o in zip(eqn.invars, operands, strict=True) if v.aval.shape == after]
+    channels_first = any(operand.channels_first for operand in same)
+    if name == "transpose":
+        channels_first = eqn.params["permutation"] == (0, len(after) - 1, *range(1, len(after) - 1))
+    return _Origin(
+        is_input=True,
+        layers=_NO_LABELS.union(*(operand.layers for operand in operands)),
+        channels=max((operand.channels for operand in same), default=1),
+        channels_first=channels_first,
+    )
 
 
 def vocabulary_size(apply: Callable[[PyTree, Any], Any], variables: PyTree, x: Any) -> int | None:

@@ -3,7 +3,9 @@
 import json
 from typing import Any
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.lib.stride_tricks import sliding_window_view
@@ -12,8 +14,10 @@ from safetensors.numpy import load_file, save_file
 from fedjax_pfl import networks
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.networks import torch_weights
+from fedjax_pfl.networks.user_defined import LinenNetwork
 
 RNG = np.random.default_rng(0)
+SHAPE = (5, 6, 2)
 
 
 class Layers:
@@ -212,3 +216,47 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
     path.unlink()
     with pytest.raises(UsageError, match="No such file"):
         torch_weights.from_torch(path, networks.MLP(), (4,))
+
+
+class OwnNet(nn.Module):
+    """Reads a flattened image with a norm and a dense layer, and one that was transposed."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.relu(nn.Conv(4, (3, 3), padding="VALID", name="z")(x))
+        y = nn.BatchNorm(not train, name="norm")(x.reshape(len(x), -1))
+        y = nn.relu(nn.Dense(8, name="b")(y))
+        y = nn.Dense(4, name="a")(y) + nn.Dense(4, name="mean")(x.mean((1, 2)))
+        channels_first = x.transpose(0, 3, 1, 2).reshape(len(x), -1)
+        both = jnp.concatenate([x, 2 * x], -1).mean((1, 2))
+        return y + nn.Dense(4, name="first")(channels_first) + nn.Dense(4, name="both")(both)
+
+
+def own_net(layers, x):
+    x = relu(layers.conv(x, "z"))
+    flat, mean = x.reshape(len(x), -1), x.mean((2, 3))
+    y = layers.norm(flat[:, :, None, None], "norm")[:, :, 0, 0]
+    y = layers.linear(relu(layers.linear(y, "b")), "a") + layers.linear(mean, "mean")
+    both = np.concatenate([mean, 2 * mean], -1)
+    return y + layers.linear(flat, "first") + layers.linear(both, "both")
+
+
+@pytest.mark.parametrize("wrap", [lambda net: net, lambda net: LinenNetwork("Own", {}, net, SHAPE)])
+def test_layers_that_read_a_flattened_image_are_reordered(wrap):
+    network = wrap(OwnNet())
+    state = torch_weights.state_dict(network, variables := random_variables(network, SHAPE), SHAPE)
+    x = RNG.normal(size=(3, *SHAPE)).astype(np.float32)
+    expected = own_net(Layers(state), np.moveaxis(x, -1, 1).astype(np.float64))
+    np.testing.assert_allclose(network.apply(variables, x), expected, rtol=1e-5, atol=1e-5)
+    assert np.ptp(expected) > 0.1
+
+
+def test_layers_of_a_module_without_names_of_its_layers():
+    """The field `layers` of Sequential has modules."""
+    network = nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(2)])
+    variables = random_variables(network, (3,))
+    state = torch_weights.state_dict(network, variables, (3,))
+    x = RNG.normal(size=(5, 3)).astype(np.float32)
+    layers = Layers(state)
+    expected = layers.linear(relu(layers.linear(x, "layers_0")), "layers_2")
+    np.testing.assert_allclose(network.apply(variables, x), expected, rtol=1e-5, atol=1e-6)
