@@ -173,6 +173,11 @@ def _layers(network: Any, input_shape: Sequence[int]) -> dict[str, list[_Leaf]]:
     convolution, dense layer or norm.
     """
     x = jnp.zeros((1, *input_shape))
+    if not hasattr(network, "init"):
+        raise UsageError(
+            f"{type(network).__name__} combines a network with other arrays, which PyTorch's "
+            "weights have no names for; save it in the layout of Flax"
+        )
     try:
         variables = jax.eval_shape(lambda: dict(network.init(jax.random.key(0), x)))
     except Exception as error:  # networks raise many types for a wrong shape

@@ -200,9 +200,16 @@ def test_models_in_the_layout_of_pytorch(tmp_path):
     assert export.describe(theirs) == {**export.describe(ours), "layout": "torch"}
 
 
-def test_networks_that_pytorch_has_no_layers_for_are_refused_before_writing(tmp_path):
-    result = make_result(1, "factorized_fl", **METHODS["factorized_fl"])
-    with pytest.raises(UsageError, match="it is no convolution, dense layer or norm"):
+@pytest.mark.parametrize(
+    ("method", "line"),
+    [
+        ("factorized_fl", "it is no convolution, dense layer or norm"),
+        ("fedproto", "Nearest combines a network with other arrays"),
+    ],
+)
+def test_networks_that_pytorch_has_no_layers_for_are_refused_before_writing(method, line, tmp_path):
+    result = make_result(1, method, **METHODS[method])
+    with pytest.raises(UsageError, match=line):
         export.write_models(result, tmp_path / "models", torch=True)
     assert not (tmp_path / "models").exists()
 
