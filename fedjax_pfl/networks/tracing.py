@@ -112,7 +112,8 @@ def _result_origin(eqn: Any, operands: Sequence[_Origin]) -> _Origin:
 def vocabulary_size(apply: Callable[[PyTree, Any], Any], variables: PyTree, x: Any) -> int | None:
     """Returns the number of rows of the smallest array, such as an embedding, indexed by `x`.
 
-    None if the tokens `x` are not used as an index. Arguments as for `layers_in_order`.
+    None if the tokens `x` are not used as an index. A slice of `x` does not count, because columns
+    can have vocabularies of their own. Arguments as for `layers_in_order`.
     """
     trace = jax.make_jaxpr(apply)(variables, x).jaxpr
     rows = [
@@ -145,7 +146,8 @@ def _uses(
             yield used, eqn_position, eqn
         if not used:
             continue
-        if eqn.primitive.name in _REARRANGING:
+        is_slice = eqn.primitive.name in ("slice", "split")
+        if eqn.primitive.name in _REARRANGING and not (indices and is_slice):
             labels |= dict.fromkeys(eqn.outvars, used)
         for inner in inner_programs(eqn):
             # The operands of a loop's condition precede those of its body.

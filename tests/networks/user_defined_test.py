@@ -152,6 +152,19 @@ def test_tokens_outside_the_vocabulary(net):
     assert check_tokens(net, x) == (3, 7)
 
 
+class Columns(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(jnp.concatenate([nn.Embed(3, 4)(x[:, 0]), nn.Embed(9, 4)(x[:, 1])], 1))
+
+
+def test_columns_with_vocabularies_of_their_own():
+    net = LinenNetwork("Columns", {}, Columns(), (2,), "int32")
+    x = np.array([[0, 8], [2, 4]], np.int32)
+    assert np.isfinite(net.apply(net.init(KEY, x), x)).all()
+    assert check_tokens(net, x) is None
+
+
 class AlwaysDrops(nn.Module):
     @nn.compact
     def __call__(self, x):
