@@ -11,6 +11,7 @@ from flax import nnx
 from jax.lax import conv_general_dilated as default_convolution
 
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.jaxprs import depends_on
 from fedjax_pfl.networks.lowerings.conv import lowering
 from fedjax_pfl.networks.user_defined import (
     PyTree,
@@ -91,8 +92,30 @@ class NnxNetwork(UserNetwork):
 
         Raises UsageError if the module uses random numbers in evaluation.
         """
-        structure, parts = self._structure
         dropout_key = rngs["dropout"] if rngs else jax.random.key(0)
+
+        def call(key: jax.Array) -> tuple[Any, nnx.Module, bool]:
+            return self._call(variables, x, train, mask, key)
+
+        outputs, module, uses_keys = call(dropout_key)
+        # Recurrent cells take a key for their initial state, which is usually zero.
+        if not train and uses_keys and depends_on(lambda key: call(key)[0], dropout_key):
+            raise random_evaluation_error(self.name)
+        if mutable is False:
+            return outputs
+        values = self._values(module)
+        return outputs, {collection: values[collection] for collection in mutable}
+
+    def _call(
+        self,
+        variables: PyTree,
+        x: jax.Array,
+        train: bool,
+        mask: jax.Array | None,
+        dropout_key: jax.Array,
+    ) -> tuple[Any, nnx.Module, bool]:
+        """Returns the outputs, the module after its call, and whether it took random keys."""
+        structure, parts = self._structure
         state, random_states = {}, []
         for i, (collection, path, variable) in enumerate(parts):
             value: Any = None if collection is None else variables[collection]
@@ -113,14 +136,9 @@ class NnxNetwork(UserNetwork):
             if isinstance(layer, nnx.BatchNorm) and train and mask is not None:
                 _set_mask(self.name, layer, mask)
         outputs = module(x, **self._flags(train))
-        if not train:
-            new_states = dict(nnx.to_flat_state(nnx.state(module, nnx.RngState)))
-            if any(new_states[path].get_value() is not value for path, value in random_states):
-                raise random_evaluation_error(self.name)
-        if mutable is False:
-            return outputs
-        values = self._values(module)
-        return outputs, {collection: values[collection] for collection in mutable}
+        new_states = dict(nnx.to_flat_state(nnx.state(module, nnx.RngState)))
+        uses_keys = any(new_states[path].get_value() is not value for path, value in random_states)
+        return outputs, module, uses_keys
 
 
 def _set_mask(name: str, norm: nnx.BatchNorm, mask: jax.Array) -> None:

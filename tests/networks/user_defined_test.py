@@ -194,6 +194,28 @@ class ModernDrops(nnx.Module):
         return self.dropout(self.out(x), deterministic=False)
 
 
+class ModernRecurrent(nnx.Module):
+    """Its cell takes a random key for the initial state, which is zero."""
+
+    def __init__(self, *, rngs):
+        self.rnn = nnx.RNN(nnx.LSTMCell(2, 4, rngs=rngs))
+        self.out = nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.rnn(x)[:, -1])
+
+
+def test_recurrent_nnx_networks():
+    net = NnxNetwork("Recurrent", {}, lambda rngs: ModernRecurrent(rngs=rngs), (5, 2))
+    x = np.stack([X, X], -1)
+    assert check_network("Recurrent", net, x[:2]).shape == (2, 3)
+    assert (net.layers[-1], net.head) == ("out", "out")
+    variables = net.init(KEY, x[:1])
+    rngs = {"dropout": KEY}
+    trained = net.apply(variables, x, train=True, mask=jnp.ones(7, bool), rngs=rngs)
+    np.testing.assert_allclose(net.apply(variables, x), trained, atol=1e-6)
+
+
 class ModernCaches(nnx.Module):
     def __init__(self, *, rngs):
         self.out, self.last = nnx.Linear(5, 3, rngs=rngs), nnx.Cache(jnp.zeros(3))
