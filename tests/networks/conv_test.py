@@ -243,3 +243,20 @@ def test_depthwise_equals_grouped_convolution(image, kernel, strides, padding):
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
     close(grads, want_grads)
     assert "conv_general_dilated" not in str(jax.make_jaxpr(lambda x, k: run("auto", x, k))(x, k))
+
+
+def test_depthwise_accumulates_in_float32():
+    x, k = random(0, (2, 12, 12, 4), jnp.bfloat16), random(1, (7, 7, 1, 4), jnp.bfloat16)
+    groups = {"feature_group_count": 4, "dimension_numbers": LAYOUT}
+
+    @jax.jit
+    def run(x, k):
+        y, backward = jax.vjp(lambda x, k: lowering("auto")(x, k, (1, 1), "SAME", **groups), x, k)
+        return y, *backward(jnp.ones_like(y))
+
+    wide = run(x.astype(jnp.float32), k.astype(jnp.float32))
+    for actual, exact in zip(run(x, k), wide, strict=True):
+        assert actual.dtype == jnp.bfloat16
+        # Rounding of results has an error of 2^-9; with sums in bfloat16 it is 2^-6.
+        error = jnp.max(jnp.abs(actual.astype(jnp.float32) - exact))
+        assert error < 2**-8 * float(jnp.max(jnp.abs(exact)))

@@ -29,7 +29,7 @@ from jax import lax
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.networks.lowerings import fused, winograd
-from fedjax_pfl.networks.lowerings.windows import shifts, space_to_depth
+from fedjax_pfl.networks.lowerings.windows import shifts, space_to_depth, widen
 
 Convolution = Callable[..., jax.Array]
 _TILE = 2  # outputs per side that one row of `blocks` yields
@@ -297,7 +297,8 @@ def _spread_kernel(k: jax.Array, strides: tuple[int, int]) -> jax.Array:
 
 def _depthwise_forward(x: jax.Array, k: jax.Array, strides: tuple[int, int]) -> jax.Array:
     """Convolves x [B, H, W, C] with k [h, w, 1, C] without padding: [B, H', W', C]."""
-    return sum(view * k[i : i + 1, j : j + 1] for i, j, view in _views(x, k, strides))  # type: ignore[return-value]
+    views, k = _views(widen(x), k, strides), widen(k)
+    return sum(view * k[i : i + 1, j : j + 1] for i, j, view in views).astype(x.dtype)  # type: ignore[union-attr]
 
 
 def _views(

@@ -1,6 +1,7 @@
-"""Views of images that several lowerings use."""
+"""Views of images, and their conversion, that several lowerings use."""
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 
@@ -15,3 +16,8 @@ def space_to_depth(x: jax.Array, block: tuple[int, int]) -> jax.Array:
     (b, height, width, c), (h, w) = x.shape, block
     x = x.reshape(b, height // h, h, width // w, w, c).transpose(0, 1, 3, 2, 4, 5)
     return x.reshape(b, height // h, width // w, h * w * c)
+
+
+def widen(x: jax.Array) -> jax.Array:
+    """Converts to at least float32, for sums that would lose digits."""
+    return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fedjax_pfl.networks.lowerings.windows import shifts, space_to_depth
+from fedjax_pfl.networks.lowerings.windows import shifts, space_to_depth, widen
 
 _POINTS = {3: (0, 1, -1), 5: (0, 1, -1, 0.5, -2)}  # by kernel side; infinity is a point, too
 
@@ -161,15 +161,10 @@ def _overlap(parts: Sequence[jax.Array], axis: int) -> jax.Array:
     return pairs.reshape(*pairs.shape[:axis], -1, *pairs.shape[axis + 2 :])
 
 
-def _wide(x: jax.Array) -> jax.Array:
-    """Converts to at least float32, because the sums lose digits."""
-    return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def convolution(x: jax.Array, k: jax.Array, precision: Any) -> jax.Array:
     """Convolves x [B, H, W, C] with k [side, side, C, O] without padding, with stride 1."""
-    return _tiled(_wide(x), _wide(k), precision).astype(x.dtype)
+    return _tiled(widen(x), widen(k), precision).astype(x.dtype)
 
 
 def _forward(x: jax.Array, k: jax.Array, precision: Any) -> tuple[jax.Array, Any]:
@@ -179,7 +174,7 @@ def _forward(x: jax.Array, k: jax.Array, precision: Any) -> tuple[jax.Array, Any
 
 def _backward(precision: Any, residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, k = residuals
-    dx, dk = _transposed(_wide(x), _wide(k), _wide(g), precision)
+    dx, dk = _transposed(widen(x), widen(k), widen(g), precision)
     return dx.astype(x.dtype), dk.astype(k.dtype)
 
 
