@@ -19,7 +19,7 @@ class CNN1D(nn.Module):
 
     Args:
       kernels: Number of kernels of each convolution.
-      kernel_size: Time steps of a kernel; must be odd.
+      kernel_size: Time steps of a kernel.
       batch_norm: Whether BatchNorm follows each convolution.
     """
 
@@ -40,14 +40,13 @@ class CNN1D(nn.Module):
     def __call__(self, x: jax.Array, train: bool = False, mask: init.Mask = None) -> jax.Array:
         """Maps [B, T, C] to [B, outputs]; `mask` is bool [B], False for padding."""
         x = x[:, :, None]
-        padding = ((self.kernel_size // 2,) * 2, (0, 0))
         for i, kernels in enumerate(self.kernels, 1):
             layer = init.conv(
                 x.shape[-1],
                 kernels,
                 (self.kernel_size, 1),
                 f"conv{i}",
-                padding=padding,
+                padding="SAME",
                 lowered=self.conv,
             )
             x = layer(x)

@@ -110,6 +110,15 @@ def test_windows_too_short_for_the_poolings_are_refused():
     assert trees.size(shapes(CNN1D(kernels=(2, 2, 2)), 8, 3)["params"]) > 0
 
 
+def test_convolutions_over_time_keep_the_length():
+    """Kernels of ones sum 2 steps to 3, 6, 12 and 8, and 3 steps to 3, 7, 14 and 12."""
+    x = jnp.array([1.0, 2.0, 4.0, 8.0]).reshape(1, 4, 1)
+    for size, mean_of_pooled in ((2, 9.0), (3, 10.5)):
+        model = CNN1D(outputs=1, kernels=(1,), kernel_size=size)
+        ones = jax.tree.map(jnp.ones_like, model.init(jax.random.key(0), x))
+        np.testing.assert_allclose(model.apply(ones, x), [[mean_of_pooled + 2]], rtol=1e-6)
+
+
 def test_dropout_cnn_equals_lax():
     """Compares outputs with dropout rates of 0 and 1, and checks the initial weights."""
     model = DropoutCNN(kernels=(2, 3), hidden=4, dropout=(0.25, 0.5))
