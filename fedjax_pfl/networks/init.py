@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.networks.lowerings import fused
 from fedjax_pfl.networks.lowerings.conv import lowering
 
@@ -21,7 +22,15 @@ Mask = jax.Array | None  # bool [B], False for padding; None: a batch without pa
 
 
 def uniform(fan_in: int) -> nn.initializers.Initializer:
-    """Returns an initialiser that samples from U(-1/√fan_in, 1/√fan_in)."""
+    """Returns an initialiser that samples from U(-1/√fan_in, 1/√fan_in).
+
+    Raises UsageError for a layer without inputs.
+    """
+    if fan_in == 0:
+        raise UsageError(
+            "convolutions and poolings leave nothing of examples of this size; use larger examples "
+            "or fewer layers"
+        )
     bound = 1 / math.sqrt(fan_in)
 
     def sample(key: jax.Array, shape: Sequence[int], dtype: jnp.dtype = jnp.float32) -> jax.Array:

@@ -110,6 +110,12 @@ def test_windows_too_short_for_the_poolings_are_refused():
     assert trees.size(shapes(CNN1D(kernels=(2, 2, 2)), 8, 3)["params"]) > 0
 
 
+@pytest.mark.parametrize(("model", "size"), [(SmallCNN(), 3), (DropoutCNN(), 5)])
+def test_images_too_small_for_the_poolings_are_refused(model, size):
+    with pytest.raises(UsageError, match="leave nothing of examples of this size"):
+        shapes(model, size, size, 1)
+
+
 def test_convolutions_over_time_keep_the_length():
     """Kernels of ones sum 2 steps to 3, 6, 12 and 8, and 3 steps to 3, 7, 14 and 12."""
     x = jnp.array([1.0, 2.0, 4.0, 8.0]).reshape(1, 4, 1)
