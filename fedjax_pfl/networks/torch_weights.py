@@ -16,6 +16,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -110,7 +111,8 @@ def to_torch(
 ) -> None:
     """Writes the variables of a network as a PyTorch `state_dict`.
 
-    PyTorch reads it with `model.load_state_dict(safetensors.torch.load_file(path))`.
+    PyTorch reads it with `model.load_state_dict(safetensors.torch.load_file(path))`. Raises
+    UsageError if the file cannot be written.
 
     Args:
       path: The file to write.
@@ -121,7 +123,11 @@ def to_torch(
       layers: As for `from_torch`, with `like`.
     """
     state = state_dict(network, variables, input_shape, like=like, layers=layers)
-    tensor_file.safetensors_package().numpy.save_file(state, path)
+    content = tensor_file.safetensors_package().numpy.save(state)
+    try:
+        Path(path).write_bytes(content)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written ({error.strerror})") from None
 
 
 def state_dict(

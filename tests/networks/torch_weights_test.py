@@ -202,7 +202,7 @@ def test_a_network_starts_with_given_variables(tmp_path):
         networks.Pretrained(network.clone(outputs=6), variables).init(jax.random.key(1), x)
 
 
-def test_files_that_cannot_be_read_are_refused(tmp_path):
+def test_files_that_cannot_be_read_or_written_are_refused(tmp_path):
     path = tmp_path / "w"
     header = json.dumps({"a.weight": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}})
     bfloat16 = len(header).to_bytes(8, "little") + header.encode() + bytes(4)
@@ -216,6 +216,9 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
     path.unlink()
     with pytest.raises(UsageError, match="No such file"):
         torch_weights.from_torch(path, networks.MLP(), (4,))
+    variables = random_variables(networks.MLP(), (4,))
+    with pytest.raises(UsageError, match=r"w cannot be written \(No such file or directory\)"):
+        torch_weights.to_torch(tmp_path / "missing" / "w", networks.MLP(), variables, (4,))
 
 
 class OwnNet(nn.Module):
