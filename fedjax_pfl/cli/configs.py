@@ -110,6 +110,8 @@ def check_keys(arguments: Sequence[str]) -> None:
             if not is_group or key not in level:
                 hint = configuration.setting_hint(key, level, prefix) if is_group else ""
                 raise UsageError(f"there is no setting {prefix}{key}{hint}")
+            if key != word:  # an entry of a tuple, such as phases[0]
+                break
             level, prefix = level[key], f"{prefix}{key}."
 
 

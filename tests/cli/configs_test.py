@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
-from fedjax_pfl.cli import configs
+from fedjax_pfl.cli import configs, main
+from fedjax_pfl.cli.command import define
 from fedjax_pfl.presets import SYSTEMS
 from fedjax_pfl.settings import configuration
 from tests.commands import message
@@ -79,6 +80,22 @@ def test_unknown_settings_get_a_suggestion(argument, line):
 def test_all_settings_are_accepted():
     flags = [f"--config.{key}=1" for key in configuration.default()]
     configs.check_keys([*flags, "--config.mlp.hidden=(3,)", "--config=x.py:y", "--workdir=x", "z"])
+
+
+def read(command, *arguments):
+    """Returns the settings that a command reads from its arguments."""
+    options, resolved = define(main.load(command), arguments)
+    options([command, *resolved])
+    return configs.read_settings(options, resolved)
+
+
+LOADED = pytest.mark.filterwarnings("ignore:the load_module")  # of configuration files
+
+
+@LOADED
+def test_a_setting_of_one_phase_of_a_preset():
+    settings = read("fedmn", "--config=fedmn:digits", "--config.phases[0].rounds=2")
+    assert [phase.get("rounds") for phase in settings.phases] == [2, None]
 
 
 @pytest.mark.parametrize(
