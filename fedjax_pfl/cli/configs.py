@@ -41,14 +41,30 @@ def define_data_dir(options: flags.FlagValues) -> "flags.FlagHolder[str | None]"
 def read_settings(options: flags.FlagValues, arguments: Sequence[str]) -> ConfigDict:
     """Returns the settings of --config, changed by --config.KEY=VALUE and --data_dir.
 
-    `options` are the parsed flags, `arguments` the command's arguments.
+    Settings that a user's file leaves out have their defaults. `options` are the parsed flags,
+    `arguments` the command's arguments.
     """
+    if not isinstance(options.config, ConfigDict):
+        raise UsageError(
+            f"get_config of {config_flags.get_config_filename(options['config'])} returns "
+            f"{type(options.config).__name__}; it must return a ConfigDict"
+        )
     with in_one_line():
-        settings = options.config.copy_and_resolve_references()
+        settings = options.config.copy_and_resolve_references().unlock()
+    _add_defaults(settings, configuration.default())
     replace_length(settings, arguments)
     if options.data_dir is not None:
         settings.data_dir = options.data_dir
     return settings
+
+
+def _add_defaults(settings: ConfigDict, defaults: ConfigDict) -> None:
+    """Adds settings that are missing in `settings`, also in its groups, in place."""
+    for name, value in defaults.items(preserve_field_references=True):
+        if name not in settings:
+            settings[name] = value
+        elif isinstance(value, ConfigDict) and isinstance(settings[name], ConfigDict):
+            _add_defaults(settings[name], value)
 
 
 def changed_settings(options: flags.FlagValues) -> dict[str, object]:

@@ -98,6 +98,33 @@ def test_a_setting_of_one_phase_of_a_preset():
     assert [phase.get("rounds") for phase in settings.phases] == [2, None]
 
 
+def written(path, value):
+    """Writes a configuration file that returns `value`; returns the flag that reads it."""
+    path.write_text(
+        f"from ml_collections import ConfigDict\n\n\ndef get_config():\n    return {value}\n"
+    )
+    return f"--config={path}"
+
+
+@LOADED
+@pytest.mark.parametrize("command", ["baseline", "tune", "deploy"])
+def test_a_file_may_leave_settings_out(command, tmp_path):
+    flag = written(tmp_path / "own.py", "ConfigDict({'local_steps': 2, 'pfedla': {'k': 1}})")
+    settings = read(command, flag, "--config.local_steps=3", "--data_dir=/data")
+    expected = configuration.default()
+    expected.update(local_steps=3, data_dir="/data")
+    expected.pfedla.k = 1
+    assert settings.to_dict() == expected.to_dict()
+    settings.clients_per_round = 4  # is unset by default
+    assert settings.get_type("clients_per_round") is int
+
+
+@LOADED
+def test_a_file_must_return_a_config_dict(tmp_path):
+    line = message(read, "baseline", written(tmp_path / "own.py", "{'rounds': 3}"))
+    assert line.endswith("own.py returns dict; it must return a ConfigDict")
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
