@@ -217,7 +217,7 @@ def _check_stacked(name: str, part: str, tree: PyTree, clients: int) -> None:
             raise UsageError(
                 f"{name}: init returns {_array_type(leaf)} for {_full_path(part, path)}; its "
                 f"first axis must be the {clients} clients, use trees.repeat(tree, "
-                "federation.clients)"
+                "federation.clients) and build the method with data.federation"
             )
 
 
@@ -244,11 +244,14 @@ def check_outputs(
 ) -> None:
     """Raises UsageError if a personalised model lacks an output for a class or target.
 
-    The arguments are those of `check_shapes`.
+    Raises it also for state of another number of clients. The arguments are those of
+    `check_shapes`.
     """
     key, number = jax.eval_shape(jax.random.key, 0), jax.ShapeDtypeStruct((), jnp.int32)
     ctx = ClientContext(i=number, data=jax.eval_shape(client_data, data, number), t=number, key=key)
     state = jax.eval_shape(as_grouped(algorithm).init, key)
+    for part_name, part in (("rows", state.rows), ("clients", state.clients)):
+        _check_stacked(name, part_name, part, federation.clients)
     for member, clients in zip(group_algorithms(algorithm), state.clients, strict=True):
         client = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), clients)
         server_state = state._replace(clients=())

@@ -123,7 +123,7 @@ class Simulation:
         devices: int | None = None,
         chunk: int | None = None,
     ) -> None:
-        _check(method, store, sampling)
+        _check(method, data, store, sampling)
         require_count("clients_per_round", clients_per_round)
         require_count("devices", devices)
         require_count("chunk", chunk)
@@ -242,12 +242,20 @@ class Simulation:
         return self._programs[rounds]
 
 
-def _check(method: Any, store: str, sampling: str) -> None:
-    """Raises UsageError if the method is no `Algorithm`, or the store or sampling is unknown."""
+def _check(method: Any, data: Any, store: str, sampling: str) -> None:
+    """Raises UsageError for a method that is no `Algorithm`, and for data without a federation.
+
+    Raises it also for an unknown store or sampling.
+    """
     if not isinstance(method, Algorithm):
         raise UsageError(
             f"Simulation takes an Algorithm, got {type(method).__name__}; call the method's "
             "factory first, as in fedavg(model, training, data.federation)"
+        )
+    if not (hasattr(data, "examples") and hasattr(data, "federation")):
+        raise UsageError(
+            f"Simulation takes PartitionedData, got {type(data).__name__}; make it with "
+            "partition(dataset, NAME, clients=...)"
         )
     if store not in STORES:
         raise UsageError(f"store is {store!r}; choose {', '.join(STORES)}")

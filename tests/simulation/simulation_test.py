@@ -10,6 +10,7 @@ import pytest
 
 import fedjax_pfl as pfl
 from fedjax_pfl.algorithms import METHODS
+from fedjax_pfl.core.algorithm import Algorithm
 from fedjax_pfl.simulation.simulation import Simulation
 from fedjax_pfl.simulation.stores import to_arrays
 from tests.commands import message
@@ -277,10 +278,27 @@ def test_a_network_with_the_wrong_number_of_outputs_is_refused(data):
     assert f"[2, {outputs + 1}] for 2 examples; it must return [2, {outputs}]" in line
 
 
+@pytest.mark.parametrize("factory", [pfl.fedper, pfl.pfedla])  # state on clients, on the server
+@pytest.mark.parametrize("clients", [3, 5])
+def test_a_method_for_another_number_of_clients_is_refused(clients, factory, data):
+    other = pfl.partition(
+        pfl.datasets.digits(), "classes", clients=clients, per_client=4, examples=40
+    )
+    network = pfl.networks.MLP(outputs=10, hidden=(8,))
+    method = factory(network, pfl.local_sgd(), other.federation)
+    line = message(lambda: Simulation(method, data))
+    assert f"init returns float32[{clients}, " in line
+    assert "its first axis must be the 4 clients" in line
+
+
 @pytest.mark.parametrize(
     ("function", "line"),
     [
         (lambda: Simulation(pfl.fedavg, None), "takes an Algorithm, got function"),
+        (
+            lambda: Simulation(Algorithm(*(6 * [None])), pfl.datasets.digits()),
+            "Simulation takes PartitionedData, got Dataset; make it with partition(dataset, NAME, ",
+        ),
         (lambda: pfl.partition((X, X), "iid", clients=2), "partition takes a Dataset, got tuple"),
         (lambda: pfl.arrays(X, np.array(["a", "b"])), "y holds text; number the classes first"),
         (lambda: pfl.run({}, model=TORCH), "model=Net is a PyTorch module, and clients train in"),
