@@ -1,4 +1,4 @@
-"""Ten mistakes of a method's author, each caught by a rule of the contract."""
+"""Twelve mistakes of a method's author, each caught by a rule of the contract."""
 
 import itertools
 from typing import Any
@@ -121,6 +121,14 @@ def padding_read(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
     return step(payload, client, jnp.mean(ctx.data.x[ctx.data.train.rows], 0))
 
 
+def all_examples_served(state: State, client: Any, ctx: ClientContext) -> Any:
+    return state.server + jnp.mean(ctx.data.x, 0)
+
+
+def padding_served(state: State, client: Any, ctx: ClientContext) -> Any:
+    return state.server + jnp.mean(ctx.data.x[ctx.data.train.rows], 0)
+
+
 def longest_count(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
     """Divides by the largest number of examples of any client."""
     split = ctx.data.train
@@ -145,6 +153,8 @@ def traffic_incomplete(payload: Any, upload: Any) -> Traffic:
         ("train", padding_read, contract.padding_is_invisible),
         ("receive", slots_for_clients, contract.absent_clients_are_untouched),
         ("train", longest_count, contract.equals_a_plain_loop),
+        ("personalize", all_examples_served, contract.training_reads_no_test_examples),
+        ("personalize", padding_served, contract.padding_is_invisible),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

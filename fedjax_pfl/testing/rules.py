@@ -1,8 +1,8 @@
 """The rules that every method keeps, each a function of a `Subject`.
 
-The rules of a subject share four programs: `init`, `run`, one client's round and `receive`. What
-differs between rules (data, round, number of rounds) is traced. Everything else is computed in
-NumPy, because outside a program JAX compiles each operation for each shape.
+The rules of a subject share five programs: `init`, `run`, one client's round, its personal model
+and `receive`. What differs between rules (data, round, number of rounds) is traced. Everything else
+is computed in NumPy, because outside a program JAX compiles each operation for each shape.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from fedjax_pfl.core.algorithm import (
     State,
 )
 from fedjax_pfl.core.examples import FederatedData, client_data
-from fedjax_pfl.core.randomness import RECEIVE, SEND, TRAIN, stage_key
+from fedjax_pfl.core.randomness import PERSONAL, RECEIVE, SEND, TRAIN, stage_key
 from fedjax_pfl.core.shape_check import check_shapes
 from fedjax_pfl.runs import checkpoints
 from fedjax_pfl.simulation import ledger
@@ -144,6 +144,27 @@ class Subject:
         return jax.jit(send_and_train)
 
     @cached_property
+    def personalize(self) -> Callable[..., Any]:
+        """Returns a compiled function that maps (state, data, i) to a client's personal model."""
+
+        def personalize(state: State, data: Any, i: jax.Array) -> Any:
+            ctx = ClientContext(
+                i=i,
+                data=client_data(data, i),
+                t=jnp.int32(WARM_UP),
+                key=stage_key(make_key(), PERSONAL, WARM_UP, i),
+            )
+            server_state = state._replace(clients=())
+            return self.algorithm.personalize(server_state, trees.row(state.clients, i), ctx)
+
+        return jax.jit(personalize)
+
+    def personal_models(self, data: Any) -> list[Any]:
+        """Returns the personal models of all clients after two rounds, computed with `data`."""
+        models = [self.personalize(self.warm_state, data, np.int32(i)) for i in ALL_CLIENTS]
+        return jax.device_get(models)
+
+    @cached_property
     def receive(self) -> Callable[..., Any]:
         """Returns the algorithm's `receive`, compiled."""
         return jax.jit(self.algorithm.receive)
@@ -216,19 +237,24 @@ def equals_a_plain_loop(subject: Subject) -> None:
 
 
 def padding_is_invisible(subject: Subject) -> None:
-    """Checks that other values in the padding change no bit of the state."""
-    refilled, _ = subject.run(1, data=subject.world.refilled)
+    """Checks that other values in the padding change no bit of the state and personal models."""
+    world = subject.world
+    refilled, _ = subject.run(1, data=world.refilled)
     chex.assert_trees_all_equal(subject.run(1)[0], refilled)
+    models = subject.personal_models(world.data)
+    chex.assert_trees_all_equal(models, subject.personal_models(world.refilled))
 
 
 def training_reads_no_test_examples(subject: Subject) -> None:
-    """Checks that other test examples change no bit of the state."""
+    """Checks that other test examples change no bit of the state and personal models."""
     data = subject.world.data
     rows = np.asarray(data.test.rows)
     x = np.array(data.x)
     x[np.concatenate([rows[i, : example.TEST[i]] for i in ALL_CLIENTS])] += 3
-    again, _ = subject.run(1, data=data._replace(x=x))
-    chex.assert_trees_all_equal(subject.run(1)[0], again)
+    changed = data._replace(x=x)
+    chex.assert_trees_all_equal(subject.run(1)[0], subject.run(1, data=changed)[0])
+    models = subject.personal_models(data)
+    chex.assert_trees_all_equal(models, subject.personal_models(changed))
 
 
 def rounds_are_compiled_once(subject: Subject) -> None:
