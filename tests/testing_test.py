@@ -26,9 +26,12 @@ def absent_counted(model, training, federation, *, rate: float = 1.0):
 
 def test_a_broken_rule_is_named():
     lines = []
-    with pytest.raises(AssertionError, match="absent_counted breaks 3 of 11 rules"):
+    with pytest.raises(AssertionError, match="absent_counted breaks 3 of 11 rules") as caught:
         pfl.testing.check(absent_counted, tell=lines.append, rate=0.5)
     assert [line for line in lines if line.startswith("broken  empty slots may hold anything")]
+    broken = [line.removeprefix("broken  ") for line in lines if line.startswith("broken")]
+    assert len(broken) == 3
+    assert all(reason in str(caught.value) for reason in broken)
 
 
 def test_the_check_stops_at_wrong_shapes_and_refuses_a_value():

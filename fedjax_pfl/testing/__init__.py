@@ -68,4 +68,5 @@ def check(
         else:
             tell(f"ok      {title}")
     if broken:
-        raise AssertionError(f"{name} breaks {len(broken)} of {len(RULES)} rules; {broken[0]}")
+        reasons = "; ".join(broken)
+        raise AssertionError(f"{name} breaks {len(broken)} of {len(RULES)} rules; {reasons}")
