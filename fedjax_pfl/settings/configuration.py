@@ -200,9 +200,10 @@ def override(config: ConfigDict, changes: Mapping[str, Any], prefix: str = "") -
                 raise TypeError
             config[key] = value
         except (TypeError, ValueError):
-            raise UsageError(
-                f"{prefix}{key} is {value!r}; it must be of type {expected.__name__}"
-            ) from None
+            problem = f"{value!r}; it must be of type {expected.__name__}"
+            raise UsageError(f"{prefix}{key} is {problem}") from None
+        except OverflowError:  # of an integer that no float can hold
+            raise UsageError(f"{prefix}{key} is too large; it must be at most 1e308") from None
 
 
 def set_by_name(settings: dict[str, Any], name: str, value: Any) -> None:

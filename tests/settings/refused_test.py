@@ -70,6 +70,7 @@ RANDOM = {**LOCAL, "privacy": "client", "clients_per_round": 1}
         ({"clients_per_round": 3, "held_out": 1}, ["there are 2 clients", "1 to 2"]),
         ({"learning_rate": 0.0}, ["learning_rate is 0.0", "above 0"]),
         ({"learning_rate": float("inf")}, ["learning_rate is inf", "finite"]),
+        ({"learning_rate": 10**400}, ["learning_rate is too large"]),
         ({"batch_size": 0}, ["batch_size is 0", "at least 1"]),
         ({"rounds": 0}, ["rounds is 0"]),
         ({"clients": 0}, ["clients is 0"]),
