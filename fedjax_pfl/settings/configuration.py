@@ -393,7 +393,7 @@ def _check_network(config: ConfigDict, registry: Registry, prefix: str) -> None:
                 bound = f"from 1 to {most:,}"
             elif key == "dropout" and not 0 <= number < 1:
                 bound = "at least 0 and below 1"
-            elif type(number) is float and key != "dropout" and not 0 < number <= MAX_LAYERS:
+            elif isinstance(number, float) and key != "dropout" and not 0 < number <= MAX_LAYERS:
                 bound = f"above 0 and at most {MAX_LAYERS:,}"
             else:
                 continue

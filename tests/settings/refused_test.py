@@ -4,6 +4,7 @@ import ast
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import fedjax_pfl
@@ -92,6 +93,10 @@ RANDOM = {**LOCAL, "privacy": "client", "clients_per_round": 1}
         ({"mlp": {"hidden": (2**30,)}}, ["mlp.hidden is (1073741824,); it must be from 1 to"]),
         ({"model": "lstm", "lstm": {"vocabulary": 0}}, ["lstm.vocabulary is 0", "from 1"]),
         ({"model": "mobilenet", "mobilenet": {"width": -1.0}}, ["mobilenet.width", "above 0"]),
+        (
+            {"model": "mobilenet", "mobilenet": {"width": np.float64(-1)}},
+            ["mobilenet.width is -1.0", "above 0"],
+        ),
         (
             {"model": "dropout_cnn", "dropout_cnn": {"dropout": (0.5, -0.5)}},
             ["dropout_cnn.dropout is (0.5, -0.5)", "at least 0"],
