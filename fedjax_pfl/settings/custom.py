@@ -146,7 +146,7 @@ def _imported(kind: str, path: str) -> Any:
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, ValueError, AttributeError) as error:
+    except Exception as error:  # a module is code and can raise anything
         problem = f"{kind} is {path!r}, MODULE:NAME, and cannot be loaded: {first_line(error)}"
         raise UsageError(problem) from None
 

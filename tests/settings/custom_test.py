@@ -232,6 +232,19 @@ def test_settings_that_contradict_components_are_refused(settings, line):
     assert message(lambda: fedjax_pfl.run({**SETTINGS, **settings}, **components)).startswith(line)
 
 
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [("def", "invalid syntax"), ("mine = undefined", "name 'undefined' is not defined")],
+)
+def test_modules_that_cannot_be_imported(content, problem, tmp_path, monkeypatch):
+    (tmp_path / "broken_module.py").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    line = message(custom.register, {"algorithm": "broken_module:mine"})
+    assert line.startswith("algorithm is 'broken_module:mine', MODULE:NAME, and cannot be loaded: ")
+    assert problem in line
+    assert "cannot be loaded: " in message(custom.register, {"algorithm": ".relative:mine"})
+
+
 def test_factory_with_arbitrary_keywords():
     def loose(model, training, federation, **settings):
         return mine(model, training, federation, **settings)
