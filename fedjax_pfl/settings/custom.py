@@ -341,7 +341,15 @@ def _check_factory(name: str, factory: Factory, arguments: tuple[str, ...]) -> N
             f"{name} must take ({', '.join(arguments)}), and its settings by keyword, each with a "
             "default"
         ) from None
-    hints = typing.get_type_hints(factory)
+    try:
+        hints = typing.get_type_hints(factory)
+    except TypeError:  # such as functools.partial
+        raise UsageError(f"{name} is no function; write a function that calls it") from None
+    except NameError as error:
+        raise UsageError(
+            f"the types of the arguments of {name} cannot be read ({first_line(error)}); import "
+            "them where the function is defined, also at run time"
+        ) from None
     settings = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
     if untyped := [p.name for p in settings if p.name not in hints]:
         raise UsageError(

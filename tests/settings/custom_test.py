@@ -1,5 +1,6 @@
 """Tests of user-defined examples and methods: names, settings, digests and errors."""
 
+import functools
 import json
 import os
 import subprocess
@@ -185,6 +186,13 @@ def with_any_object(model, training, federation, *, beta: object = None): ...
 def with_an_array(model, training, federation, *, beta: np.ndarray = X): ...
 
 
+def with_unknown_type(model, training, federation: "Unknown"): ...  # noqa: F821
+
+
+class CallableObject:
+    def __call__(self, model, training, federation): ...
+
+
 @pytest.mark.parametrize(
     ("components", "line"),
     [
@@ -206,6 +214,15 @@ def with_an_array(model, training, federation, *, beta: np.ndarray = X): ...
             {"algorithm": with_an_array},
             "with_an_array: no configuration can hold ndarray as the default of beta; use",
         ),
+        (
+            {"algorithm": with_unknown_type},
+            "the types of the arguments of with_unknown_type cannot be read (name 'Unknown' is",
+        ),
+        (
+            {"algorithm": functools.partial(mine, share=0.1)},
+            "partial is no function; write a function that calls it",
+        ),
+        ({"algorithm": CallableObject()}, "CallableObject is no function; write a function"),
         ({"algorithm": with_name("mine")}, "mine must return an Algorithm, got NoneType"),
     ],
 )
