@@ -19,7 +19,7 @@ from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.numbers import row_chunks
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.configuration import BUILTINS, Registry
-from fedjax_pfl.settings.user_networks import object_name, user_network
+from fedjax_pfl.settings.user_networks import is_plain, object_name, user_network
 
 Factory = Callable[..., Any]
 _EXAMPLE_NAMES = {"algorithm": "fedavg", "task": "classification"}
@@ -373,6 +373,4 @@ def _is_storable(value: Any, hint: Any) -> bool:
     if value is None:
         kinds = (kind for kind in typing.get_args(hint) if kind is not type(None))
         return any(isinstance(kind, type) for kind in kinds)
-    if isinstance(value, tuple):
-        return all(_is_storable(item, type(item)) for item in value)
-    return isinstance(value, bool | int | float | str)
+    return is_plain(value)

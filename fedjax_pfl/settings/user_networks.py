@@ -2,7 +2,8 @@
 
 A network is a linen module or its class, the class of an NNX module, or a function that creates
 either. Its settings are the arguments or fields whose default is a bool, a number, a string or a
-tuple. It is called with `outputs` and, to create an NNX module, with `rngs`, if it accepts them.
+tuple of these. It is called with `outputs` and, to create an NNX module, with `rngs`, if it accepts
+them.
 """
 
 import dataclasses
@@ -16,8 +17,14 @@ import flax.linen as nn
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.networks.user_defined import LinenNetwork, UserNetwork
 
-_SETTING_TYPES = (bool, int, float, str, tuple)
 _PASSED = ("parent", "name", "outputs", "rngs", "self")  # arguments that are no settings
+
+
+def is_plain(value: Any) -> bool:
+    """Returns True for a bool, number or string, or a tuple of these, which JSON can hold."""
+    if isinstance(value, tuple):
+        return all(map(is_plain, value))
+    return isinstance(value, bool | int | float | str)
 
 
 def object_name(component: Any) -> str:
@@ -112,8 +119,8 @@ def _signature(name: str, network: Any) -> tuple[set[str], Mapping[str, Any]]:
     """Returns the names of the arguments of a network, and the defaults of its settings by name.
 
     Arguments of a linen module are its fields. Settings are those whose default is a bool, number,
-    string or tuple and that the library does not pass itself. Raises UsageError, with the network's
-    `name`, for another argument without a default.
+    string or tuple of these and that the library does not pass itself. Raises UsageError, with the
+    network's `name`, for another argument without a default.
     """
     defaults: dict[str, Any] = {}
     empty = inspect.Parameter.empty
@@ -138,8 +145,6 @@ def _signature(name: str, network: Any) -> tuple[set[str], Mapping[str, Any]]:
                 f"{name} needs {key}; give it a default, or pass a function that creates the module"
             )
     settings = {
-        key: value
-        for key, value in defaults.items()
-        if key not in _PASSED and isinstance(value, _SETTING_TYPES)
+        key: value for key, value in defaults.items() if key not in _PASSED and is_plain(value)
     }
     return set(defaults), settings

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import flax.linen as nn
 import numpy as np
 import optax
 import pytest
@@ -260,6 +261,25 @@ def test_modules_that_cannot_be_imported(content, problem, tmp_path, monkeypatch
     assert line.startswith("algorithm is 'broken_module:mine', MODULE:NAME, and cannot be loaded: ")
     assert problem in line
     assert "cannot be loaded: " in message(custom.register, {"algorithm": ".relative:mine"})
+
+
+class Activations(nn.Module):
+    outputs: int = 3
+    functions: tuple = (nn.relu, nn.tanh)
+    widths: tuple = (4, 5)
+
+    @nn.compact
+    def __call__(self, x):
+        for function, width in zip(self.functions, self.widths, strict=True):
+            x = function(nn.Dense(width)(x))
+        return nn.Dense(self.outputs)(x)
+
+
+def test_a_tuple_of_functions_is_no_setting_of_a_network():
+    registry, _ = custom.register({}, model=Activations)
+    settings = configuration.factory_settings(registry.model["Activations"])
+    assert settings.keys() == {"widths", "digest"}
+    json.dumps(settings)
 
 
 def test_factory_with_arbitrary_keywords():
