@@ -10,6 +10,7 @@ import jax
 from ml_collections import ConfigDict
 
 from fedjax_pfl.core.algorithm import State
+from fedjax_pfl.core.arguments import unknown_argument
 from fedjax_pfl.core.errors import UsageError, first_line
 from fedjax_pfl.report import loggers, method_labels, run_reader
 from fedjax_pfl.runs import (
@@ -117,6 +118,9 @@ def run_all(
       Results by name of the run, such as "learning_rate=0.1,seed=3", which is also the name of its
       directory in `workdir`; a single run has the name "".
     """
+    known = custom.UserComponents.__annotations__
+    if unknown := [name for name in components if name not in known]:
+        raise unknown_argument("run", unknown[0], known)
     settings_dict = config.to_dict() if isinstance(config, ConfigDict) else config
     registry, settings_dict = custom.register(settings_dict, **components)
     settings = configuration.complete(settings_dict, registry)

@@ -197,6 +197,7 @@ class CallableObject:
 @pytest.mark.parametrize(
     ("components", "line"),
     [
+        ({"datset": examples()}, "run has no argument 'datset'; did you mean 'dataset'? it takes "),
         ({"dataset": (X, Y)}, "dataset= must be a Dataset, such as fedjax_pfl.arrays(x, y)"),
         ({"dataset": examples("digits")}, "'digits' is the name of a built-in dataset already; us"),
         ({"dataset": examples("rounds")}, "'rounds' is the name of a setting already; use arrays("),
