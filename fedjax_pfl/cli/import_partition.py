@@ -1,5 +1,6 @@
 """The command fedjax-pfl import-partition."""
 
+import shlex
 from pathlib import Path
 
 from absl import flags
@@ -36,12 +37,12 @@ def import_partition(call: Call) -> None:
     partition = foreign_partitions.read(Path(call.positional[0]))
     foreign_partitions.write(partition, out)
     train, test = partition.train, partition.test
-    clients = int(train.owner.max()) + 1
+    clients, dataset = int(train.owner.max()) + 1, shlex.quote(f"npy:{out}")
     print(
         f"{partition.library}: {clients} clients, {partition.classes} classes, "
         f"{len(train.y):,} training and {len(test.y):,} test examples of shape "
         f"{list(train.x.shape[1:])}, {train.x.dtype}\n\n"
-        f"fedjax-pfl baseline --config.algorithm=fedavg --config.dataset=npy:{out} "
+        f"fedjax-pfl baseline --config.algorithm=fedavg --config.dataset={dataset} "
         f"--config.partition=natural --config.split=official --config.clients={clients}"
     )
 

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import pickle
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -33,13 +34,14 @@ def pfllib(folder: Path, shape: tuple[int, ...] = (3, 5, 4)) -> dict[tuple[str, 
 
 def test_examples_of_pfllib(tmp_path, capsys):
     contents = pfllib(tmp_path / "cifar")
-    out = tmp_path / "out"
+    out = tmp_path / "my examples"
     run_here("import-partition", tmp_path / "cifar", f"--out={out}")
     text = capsys.readouterr().out
     assert text.startswith(
         "PFLlib: 2 clients, 4 classes, 7 training and 3 test examples of shape [5, 4, 3], float32"
     )
-    settings = dict(word[9:].split("=") for word in text.split() if word.startswith("--config."))
+    words = shlex.split(text)
+    settings = dict(word[9:].split("=") for word in words if word.startswith("--config."))
     assert settings.pop("algorithm") == "fedavg"
     dataset, clients = data.load(settings.pop("dataset")), int(settings.pop("clients"))
     examples, federation = data.federate(dataset, clients=clients, **settings)
