@@ -17,10 +17,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl.algorithms.shared.initial_state import initial_momentum, initial_variables
+from fedjax_pfl.algorithms.shared.initial_state import (
+    initial_client_rows,
+    initial_momentum,
+    initial_variables,
+)
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.model_training import fit_variables
-from fedjax_pfl.core import local_training, optimizers, trees
+from fedjax_pfl.core import local_training, optimizers
 from fedjax_pfl.core.algorithm import (
     Algorithm,
     ClientContext,
@@ -138,7 +142,7 @@ def fml(
             if model is not shared_model:
                 personal = initial_variables(model, federation, jax.random.fold_in(key, 1), None)
             params = pair(personal, shared)["params"]
-            rows = trees.repeat(personal, federation.clients)
+            rows = initial_client_rows(personal, start, Client, "personal", federation)
             momentum = initial_momentum(separate, params, federation)
             return State(shared, (), Client(rows, momentum))
 

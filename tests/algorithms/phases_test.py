@@ -60,6 +60,14 @@ def test_a_phase_continues_its_own_state(name):
     chex.assert_trees_all_equal(continued.clients, expected)
 
 
+def test_fml_continues_personal_models():
+    algorithm, _ = make_classifier("fml", XS, YS)
+    earlier = after_rounds("fml")[0]
+    continued = algorithm.init(jax.random.key(9), earlier)
+    chex.assert_trees_all_equal(continued.server, earlier.server)
+    chex.assert_trees_all_equal(continued.clients.personal, earlier.clients.personal)
+
+
 def test_apfl_continues_shares_that_adapt():
     """With a fixed share the phase's own setting counts."""
     federation = tiny.federated()[1]
