@@ -39,7 +39,7 @@ from fedjax_pfl.core.algorithm import (
     PyTree,
     State,
 )
-from fedjax_pfl.core.errors import UsageError, require_at_least
+from fedjax_pfl.core.errors import UsageError, require, require_at_least
 from fedjax_pfl.core.examples import Batch
 from fedjax_pfl.core.metrics import cross_entropy
 from fedjax_pfl.networks import features
@@ -153,18 +153,20 @@ def gpfl(
     classes, d = federation.outputs, features.width("gpfl", model, federation)
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        if start is not None and isinstance(start.clients, Client):
-            shared, heads = start.server, start.clients.head
-        else:
-            variables = initial_variables(model, federation, key, start)
-            head, body = trees.split(variables, {model.head})
-            valve_key, categories_key = jax.random.split(jax.random.fold_in(key, 1))
-            added = {
-                "valve": Valve(d).init(valve_key, jnp.zeros(d))["params"],
-                "categories": jax.random.normal(categories_key, (classes, d)),
-            }
-            shared = trees.join(body, {"params": added})
-            heads = trees.repeat(head, federation.clients)
+        earlier = start if start is not None and isinstance(start.clients, Client) else None
+        variables = initial_variables(model, federation, key, None if earlier else start)
+        head, body = trees.split(variables, {model.head})
+        valve_key, categories_key = jax.random.split(jax.random.fold_in(key, 1))
+        added = {
+            "valve": Valve(d).init(valve_key, jnp.zeros(d))["params"],
+            "categories": jax.random.normal(categories_key, (classes, d)),
+        }
+        shared = trees.join(body, {"params": added})
+        heads = trees.repeat(head, federation.clients)
+        if earlier is not None:
+            matches = trees.same_shapes((shared, heads), (earlier.server, earlier.clients.head))
+            require(matches, "a phase of gpfl can only start from gpfl with the same network")
+            shared, heads = earlier.server, earlier.clients.head
         params = trees.join(shared, trees.row(heads, 0))["params"]
         return State(shared, (), Client(heads, initial_momentum(training, params, federation)))
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_pfl import algorithms
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.errors import UsageError
@@ -58,6 +59,14 @@ def test_a_phase_continues_its_own_state(name):
     chex.assert_trees_all_equal(continued[:2], earlier[:2])
     expected = earlier.clients._replace(momentum=new.clients.momentum)
     chex.assert_trees_all_equal(continued.clients, expected)
+
+
+def test_gpfl_cannot_start_from_another_network():
+    federation = tiny.federated()[1]
+    start = jax.eval_shape(cases.make("gpfl", federation).init, KEY)
+    algorithm = algorithms.gpfl(tiny.Net(hidden=4), cases.training(), federation)
+    with pytest.raises(UsageError, match="gpfl with the same network"):
+        algorithm.init(KEY, start)
 
 
 def test_fml_continues_personal_models():
