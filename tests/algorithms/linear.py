@@ -51,6 +51,20 @@ class Deep(nn.Module):
         return nn.Dense(self.outputs, use_bias=False, name="head")(z)
 
 
+class UnitFeatures(nn.Module):
+    """Like `Deep`, with features of length 1, which have no gradient at x = 0."""
+
+    outputs: int = 3
+    head = "head"
+    layers = ("body", "head")
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False, mask: Any = None) -> jax.Array:
+        z = nn.Dense(2, use_bias=False, name="body")(x)
+        z /= jnp.linalg.norm(z, axis=-1, keepdims=True)
+        return nn.Dense(self.outputs, use_bias=False, name="head")(z)
+
+
 class TwoLayers(nn.Module):
     """Two linear layers with biases; the second is the head."""
 
