@@ -31,6 +31,7 @@ from fedjax_pfl.algorithms.shared.initial_state import (
 )
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.model_training import fit_variables, model_trainer
+from fedjax_pfl.algorithms.shared.split_model import require_body
 from fedjax_pfl.core import batches, local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -78,6 +79,7 @@ def fedas(
         raise UsageError("fedas makes a prototype of each class; choose a dataset with classes")
     classes = federation.outputs
     features.width("fedas", model, federation)
+    require_body("fedas", model, federation)
     with_features = features.WithFeatures(model)
     train_model = model_trainer(model, task, training)
     alignment = local_training.sgd(

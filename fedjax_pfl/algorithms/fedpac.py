@@ -37,6 +37,7 @@ from fedjax_pfl.algorithms.shared.prototypes import (
     no_prototypes,
     with_prototype_penalty,
 )
+from fedjax_pfl.algorithms.shared.split_model import require_body
 from fedjax_pfl.core import local_training, simplex, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -101,6 +102,7 @@ def fedpac(
     if not federation.task.has_classes:
         raise UsageError("fedpac makes a prototype of each class; choose a dataset with classes")
     classes, d = federation.outputs, features.width("fedpac", model, federation)
+    require_body("fedpac", model, federation)
     with_features = features.WithFeatures(model)
     head_training = training._replace(epochs=head_epochs, steps=None)
     train_head = model_trainer(model, federation.task, head_training)

@@ -41,6 +41,7 @@ from fedjax_pfl.algorithms.shared.initial_state import (
 from fedjax_pfl.algorithms.shared.linear_head import head_layer, head_variables, linear_head_width
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.model_training import model_trainer
+from fedjax_pfl.algorithms.shared.split_model import require_body
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -171,6 +172,7 @@ def pfedfda(
     if not federation.task.has_classes:
         raise UsageError("pfedfda fits the features of each class; choose a dataset with classes")
     d, classes = linear_head_width("pfedfda", model, federation), federation.outputs
+    require_body("pfedfda", model, federation)
     if "bias" not in head_layer(model, model_shapes(model, federation)):
         raise UsageError(f"pfedfda needs a head with a bias, and {model.head} has none; add one")
     base = fedavg(model, training, federation)

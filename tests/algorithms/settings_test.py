@@ -212,6 +212,7 @@ OWN_PARAMETERS = (
         ("fedgh", FirstIsHead(), "^fedgh needs a linear head, and fc1 .* Dense"),
         ("pfedfda", Deep(3, 2), "^pfedfda needs a head with a bias, and head has none"),
         ("pfedhn_pc", MLP(hidden=()), "^pfedhn_pc .* has no other"),
+        *((n, MLP(3, hidden=()), f"^{n} .* only fc1; use") for n in ("fedas", "fedpac", "pfedfda")),
         ("factorized_fl", ZeroHead(NETWORK), "^factorized_fl .* set zero_head=False"),
         *((n, PRETRAINED, f"^{n} needs random initial parameters") for n in OWN_PARAMETERS),
         ("fedem", ZeroHead(PRETRAINED), "^fedem needs random initial parameters"),

@@ -42,6 +42,16 @@ def in_layers(names: Collection[str]) -> Callable[[str, str], bool]:
     return is_inside
 
 
+def require_body(method: str, model: Any, federation: Federation) -> None:
+    """Raises UsageError if the network has no layer before its head; `method` names the method."""
+    body = trees.split(model_shapes(model, federation), {model.head})[1]
+    require(
+        body,
+        f"{method} shares the layers before the last, and this network has only {model.head}; use "
+        "a network with a hidden layer",
+    )
+
+
 def last_layers(
     model: Any, federation: Federation, setting: str, count: int, *, early: int
 ) -> tuple[str, ...]:
