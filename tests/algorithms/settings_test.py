@@ -195,6 +195,7 @@ OWN_PARAMETERS = (
     "fedem",
     "fedmn",
     "fedmn_correlation",
+    "ifca",
     "pefll",
     "pfedhn",
     "pfedpara",
@@ -211,8 +212,8 @@ OWN_PARAMETERS = (
         ("fedproto", (MLP(hidden=(4,)), MLP(hidden=(6,))), "^fedproto .* of lengths 4, 6; give"),
         ("fedgh", FirstIsHead(), "^fedgh needs a linear head, and fc1 .* Dense"),
         ("pfedfda", Deep(3, 2), "^pfedfda needs a head with a bias, and head has none"),
-        ("pfedhn_pc", MLP(hidden=()), "^pfedhn_pc .* has no other"),
         *((n, MLP(3, hidden=()), f"^{n} .* only fc1; use") for n in ("fedas", "fedpac", "pfedfda")),
+        ("pfedhn_pc", MLP(hidden=()), "^pfedhn_pc .* has no other"),
         ("factorized_fl", ZeroHead(NETWORK), "^factorized_fl .* set zero_head=False"),
         *((n, PRETRAINED, f"^{n} needs random initial parameters") for n in OWN_PARAMETERS),
         ("fedem", ZeroHead(PRETRAINED), "^fedem needs random initial parameters"),
@@ -221,3 +222,10 @@ OWN_PARAMETERS = (
 def test_invalid_networks(name: str, network: Any, message: str):
     with pytest.raises(UsageError, match=message):
         make(name, network)
+
+
+def test_clusters_with_equal_last_layers_are_refused():
+    for layers in (2, None):
+        make("ifca", ZeroHead(NETWORK), cluster_layers=layers)
+    with pytest.raises(UsageError, match=r"^ifca\.cluster_layers is 1, and zero_head"):
+        make("ifca", ZeroHead(NETWORK), cluster_layers=1)
