@@ -49,6 +49,13 @@ def test_constant_embeddings_have_correlation_0():
     np.testing.assert_array_equal(got.chance, 0)
 
 
+def test_a_single_example_has_correlation_0():
+    image, label = jnp.array([[1.0, 2.0]]), jnp.array([[3.0, -1.0]])
+    got = correlation.signature(correlation.moments(image, label, jnp.ones(1, bool)), 1)
+    np.testing.assert_array_equal(got.r, 0)
+    np.testing.assert_array_equal(got.chance, 0)
+
+
 def statistics(r: np.ndarray, chance: np.ndarray) -> dict[str, jax.Array]:
     """Returns the running averages for clients with signatures r [K, d]."""
     averages = {"mean": r.mean(0), "square": r.T @ r / len(r), "chance": chance}

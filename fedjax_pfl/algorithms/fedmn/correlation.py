@@ -136,13 +136,12 @@ def moments(image: jax.Array, label: jax.Array, mask: jax.Array) -> jax.Array:
 
 def signature(sums: jax.Array, count: Any) -> Signature:
     """Returns the signature from `moments` [5, d] of `count` examples; 0 where nothing varies."""
-    count = jnp.maximum(count, 2)
-    x, y, xx, yy, xy = sums / count
+    x, y, xx, yy, xy = sums / jnp.maximum(count, 1)
     spread = jnp.maximum(xx - x * x, 0.0) * jnp.maximum(yy - y * y, 0.0)
     varies = spread > 1e-12
     r = jnp.where(varies, (xy - x * y) / jnp.sqrt(jnp.where(varies, spread, 1.0)), 0.0)
     r = jnp.clip(r, -1.0, 1.0)
-    return Signature(r, jnp.where(varies, jnp.square(1 - r * r), 0.0) / (count - 1))
+    return Signature(r, jnp.where(varies, jnp.square(1 - r * r), 0.0) / jnp.maximum(count - 1, 1))
 
 
 def correlated(network: Correlation, outputs: int, batch_size: int, first_round: int) -> Routing:
