@@ -54,6 +54,11 @@ def main(arguments: Sequence[str]) -> None:
             raise UsageError(f"{word} would let the server's code run on this node; leave it out")
     flower_version.check()
     folder = Path(arguments[0]).expanduser().absolute()
+    if os.pathsep in str(folder):  # PATH would not contain the commands
+        raise UsageError(
+            f"{folder} contains {os.pathsep!r}, and Flower would run the server's code; use "
+            "another folder"
+        )
     search_path = [
         str(write_commands(folder)),
         str(Path(sys.executable).parent),

@@ -12,6 +12,7 @@ import pytest
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import node_app, supernode
+from tests.commands import message
 
 pytest.importorskip(
     "flwr", reason="Flower is not installed; pip install -e '.[dev]' brings it, as CI does"
@@ -45,6 +46,14 @@ def test_a_supernode_finds_the_commands_first(tmp_path, monkeypatch):
         with pytest.raises(UsageError):
             supernode.main(arguments)
     assert len(calls) == 1
+
+
+def test_a_folder_that_cannot_be_in_path_is_refused(tmp_path, monkeypatch):
+    """Flower would find its own command instead, which runs the server's code."""
+    monkeypatch.setattr(supernode.os, "execvpe", None)
+    folder = tmp_path / "at 12:30"
+    assert "contains ':', and Flower would run" in message(supernode.main, [str(folder)])
+    assert not folder.exists()
 
 
 @pytest.fixture
