@@ -59,8 +59,14 @@ def main(arguments: Sequence[str]) -> None:
             f"{folder} contains {os.pathsep!r}, and Flower would run the server's code; use "
             "another folder"
         )
+    try:
+        command_folder = write_commands(folder)
+    except OSError as error:
+        raise UsageError(
+            f"{folder} cannot be a node's folder ({error.strerror}); use another folder"
+        ) from None
     search_path = [
-        str(write_commands(folder)),
+        str(command_folder),
         str(Path(sys.executable).parent),
         os.environ.get("PATH", ""),
     ]

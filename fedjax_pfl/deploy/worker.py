@@ -29,13 +29,22 @@ def serve(node: Node) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serves a node until the process ends; the arguments are its folder and its JSON file."""
+    """Serves a node until the process ends; the arguments are its folder and its JSON file.
+
+    Raises UsageError if one of them cannot be used.
+    """
     if len(arguments) != 2:
         raise UsageError("two arguments are required: the node's folder and its JSON file")
     folder = Path(arguments[0]).expanduser()
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
-    serve(Node(folder, node_file.read(Path(arguments[1]))))
+    node = Node(folder, node_file.read(Path(arguments[1])))
+    try:
+        serve(node)
+    except OSError as error:
+        raise UsageError(
+            f"{folder} cannot be a node's folder ({error.strerror}); use another folder"
+        ) from None
 
 
 if __name__ == "__main__":

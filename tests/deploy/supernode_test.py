@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.deploy import node_app, supernode
+from fedjax_pfl.deploy import node_app, supernode, worker
 from tests.commands import message
 
 pytest.importorskip(
@@ -54,6 +54,14 @@ def test_a_folder_that_cannot_be_in_path_is_refused(tmp_path, monkeypatch):
     folder = tmp_path / "at 12:30"
     assert "contains ':', and Flower would run" in message(supernode.main, [str(folder)])
     assert not folder.exists()
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path):
+    path = tmp_path / "a"
+    path.write_text('{"dataset": "wine"}')
+    for main, arguments in ((supernode.main, [path]), (worker.main, [path, path])):
+        line = message(main, [str(argument) for argument in arguments])
+        assert line.startswith(f"{path} cannot be a node's folder (")
 
 
 @pytest.fixture
