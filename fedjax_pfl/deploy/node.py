@@ -23,7 +23,7 @@ from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.deploy import assembly, client, examples, schema, storage, wire
 from fedjax_pfl.deploy.client import RunClient
 from fedjax_pfl.deploy.lines import to_stderr
-from fedjax_pfl.deploy.node_file import DATA_SETTINGS, NodeFile, to_tuples
+from fedjax_pfl.deploy.node_file import DATA_SETTINGS, SHARED_SETTINGS, NodeFile, to_tuples
 from fedjax_pfl.deploy.programs import ClientPrograms
 from fedjax_pfl.deploy.schema import ENROL, InvalidError
 from fedjax_pfl.deploy.storage import ClientDisk
@@ -101,7 +101,8 @@ def _settings(
 ) -> tuple[ConfigDict, configuration.Registry]:
     """Completes the settings of a request; returns them with the registry of their components.
 
-    Raises InvalidError if they name data or code that the node's file does not allow.
+    Raises InvalidError if they name data or code that the node's file does not allow, or differ
+    from it in a setting of the whole federation.
     """
     if data_names := sorted(set(requested) & DATA_SETTINGS):
         raise InvalidError(
@@ -113,7 +114,16 @@ def _settings(
                 f"its {kind} is {name[:100]}, which is not built in; a node runs it only if its "
                 "own file lists it under code"
             )
-    return assembly.complete(to_tuples(requested))
+    settings, registry = assembly.complete(to_tuples(requested))
+    if "clients" in node.file.data:
+        own_settings = configuration.complete(node.file.data)
+        for name in SHARED_SETTINGS:
+            if settings[name] != own_settings[name]:
+                raise InvalidError(
+                    f"its {name} is not that of this node's file, which partitions the examples; "
+                    "use the same number in both"
+                )
+    return settings, registry
 
 
 def _enrol(node: Node, request: wire.Message) -> bytes:

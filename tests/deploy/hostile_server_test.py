@@ -114,6 +114,15 @@ def test_a_run_keeps_the_settings_of_its_enrolment(tmp_path):
     assert describe(worker, settings=changed, run=OTHER_RUN) == first
 
 
+def test_a_node_file_with_a_partition_for_another_federation_is_refused(tmp_path):
+    """Normalisation and parts of clients would be those of other clients."""
+    worker = make_node(tmp_path, dataset="wine", partition="iid", clients=2, client=0)
+    for changes in ({"clients": 3}, {"clients": 2, "held_out": 1}):
+        line = refusal(worker, request(settings={**SETTINGS, **changes}))
+        assert line.startswith(f"its {list(changes)[-1]} is not that of this node's file")
+    assert describe(worker, settings={**SETTINGS, "clients": 2})["outputs"] == 3
+
+
 def test_a_model_that_is_too_large_is_refused(federation, tmp_path, monkeypatch):
     monkeypatch.setattr(node, "MAX_BYTES", 100_000)
     settings = {**SETTINGS, "mlp": {"hidden": [100_000]}}
