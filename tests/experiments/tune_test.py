@@ -127,6 +127,8 @@ def test_sampling_is_nested_and_uniform():
         for point in grids.sample(rate_points(5), 2, seed):
             count[int(point["learning_rate"])] += 1
     assert sum(count) == 2000
+    named_twice = grids.points("pfedhn", {"clip_norm": (None, 2.0), "pfedhn.clip_norm": (2.0,)})
+    assert grids.sample(named_twice, 2, 0) == named_twice
     assert max(abs(n - 400) for n in count) < 65  # four deviations of a binomial: 4 * 15.5
 
 

@@ -181,7 +181,9 @@ def sample(points: Sequence[Point], count: int, seed: int) -> list[Point]:
 
 
 def _digest(point: Point, seed: int) -> str:
-    values = sorted([name.rpartition(".")[2], value] for name, value in point.items())
+    # The full name too: pfedhn.momentum and momentum may both be tuned.
+    names = sorted(point, key=lambda name: (name.rpartition(".")[2], name))
+    values = [[name.rpartition(".")[2], point[name]] for name in names]
     return hashlib.sha256(json.dumps([seed, values]).encode()).hexdigest()
 
 
