@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory):
     """A search over two learning rates, two methods and two seeds, and its folder."""
-    out = tmp_path_factory.mktemp("tune") / "out"
+    out = tmp_path_factory.mktemp("tune") / "an out"
     planned = plan(methods=["fedavg", "local"])
     assert search.run_search(planned, seeds=2, out=out, texts=RATES) == 0
     return planned, out
@@ -88,7 +88,7 @@ def test_a_finished_search_is_only_read(tuned, monkeypatch, capsys, tmp_path):
     search.run_search(planned, seeds=2, out=out, texts=RATES)
     output = capsys.readouterr()
     assert "8 runs: 8 finished, 0 to resume, 0 to start\n" in output.err
-    assert f"Chosen: --config={out / 'tuned.py'}:METHOD" in output.out
+    assert f"Chosen: --config='{out / 'tuned.py'}':METHOD" in output.out
     search.run_search(planned, seeds=3, out=out, only_show=True)
     assert "2 of its runs are missing" in capsys.readouterr().out
     assert contents(out) == files

@@ -1,5 +1,6 @@
 """Grid search over settings: plan, runs and results of all methods."""
 
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -203,7 +204,8 @@ def run_search(
         _write(results, lines, code, out)
     print(format_results(results, lines, form))
     if has_preset and form == "text":  # programs read the other formats
-        print(f"\nChosen: --config={out / 'tuned.py'}:METHOD\nPage: {out / 'tune.html'}")
+        path = shlex.quote(str(out / "tuned.py"))
+        print(f"\nChosen: --config={path}:METHOD\nPage: {out / 'tune.html'}")
     return status
 
 
