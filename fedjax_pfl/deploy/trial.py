@@ -94,7 +94,7 @@ def run(
                 )
 
             def submit() -> None:
-                run_config = f"settings={json.dumps(str(settings))}"
+                run_config = f"settings={_toml_text(settings)}"
                 processes.wait_for_port(ports[0], "superlink")
                 processes.command("flwr", "run", APP_FOLDER, "trial", "--run-config", run_config)
 
@@ -307,9 +307,15 @@ def _write_flower_home(folder: Path, authority: Path, port: int) -> Path:
     home.mkdir(exist_ok=True)
     (home / "config.toml").write_text(
         f'[superlink]\ndefault = "trial"\n\n[superlink.trial]\naddress = "127.0.0.1:{port}"\n'
-        f"root-certificates = {json.dumps(str(authority))}\n"
+        f"root-certificates = {_toml_text(authority)}\n",
+        encoding="utf-8",
     )
     return home
+
+
+def _toml_text(path: Path) -> str:
+    """Returns a path as text in TOML, which refuses JSON's escapes of emoji."""
+    return json.dumps(str(path), ensure_ascii=False)
 
 
 @contextlib.contextmanager

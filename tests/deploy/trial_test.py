@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,10 @@ from tests.runs.common import read_metrics
 pytest.importorskip(
     "flwr", reason="Flower is not installed; pip install -e '.[dev]' brings it, as CI does"
 )
+
+from flwr.common.config import parse_config_args
+
+from fedjax_pfl.deploy import trial
 
 ROUNDS, NODES, LIMIT = 4, 2, 400.0
 ARGUMENTS = ("--config=pfedla:digits", f"--nodes={NODES}")
@@ -64,6 +69,18 @@ def interrupt_trial(folder, number, after):
         time.sleep(0.1)
     assert evaluations(folder) < ROUNDS
     return output
+
+
+def test_paths_in_flowers_configuration(tmp_path):
+    for name in ("with a space", "ü", "😀", "a'b"):
+        folder = tmp_path / name
+        folder.mkdir()
+        home = trial._write_flower_home(folder, folder / "ca.crt", 8000)
+        content = tomllib.loads((home / "config.toml").read_text(encoding="utf-8"))
+        certificate = content["superlink"]["trial"]["root-certificates"]
+        assert certificate == str(folder / "ca.crt")
+        run_config = parse_config_args([f"settings={trial._toml_text(folder / 'settings.json')}"])
+        assert run_config == {"settings": str(folder / "settings.json")}
 
 
 @pytest.mark.slow("it starts Flower four times, which takes minutes")
