@@ -19,6 +19,7 @@ from absl import flags
 
 from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.cli.configs import define_data_dir
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report.drawing import COLOURS, INK, WIDTH, new_figure, style_axes
 from fedjax_pfl.runs import runner
 from fedjax_pfl.settings import configuration, selection
@@ -130,7 +131,8 @@ def draw(record: dict[str, Any]) -> Any:
 
 def main(argv: Any) -> None:
     """Trains, writes the record after each result, and draws it."""
-    del argv
+    if len(argv) > 1:
+        raise UsageError(f"{argv[1]!r} is no flag; see --help")
     options = flags.FLAGS
     path = RESULTS / f"attackers-{options.dataset}.json"
     dataset = {"dataset": options.dataset, "data_dir": options.data_dir}

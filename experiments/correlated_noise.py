@@ -79,6 +79,8 @@ def compare(
 def main(argv: Sequence[str]) -> None:
     """Prints the table for the flags."""
     values = flags.FLAGS
+    if len(argv) > 1:
+        raise UsageError(f"{argv[1]!r} is no flag; see --help")
     if values.clients_per_round > values.clients:
         raise UsageError("--clients_per_round is above --clients; lower it")
     print(

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from experiments import correlated_noise
+from experiments import attackers, correlated_noise
+from tests.commands import message
 from tests.transforms.privacy.correlated_noise_test import matrix
 
 
@@ -21,3 +22,9 @@ def test_poisson_noise_without_sampling_is_that_of_the_gaussian_mechanism():
     alone = correlated_noise.poisson_noise(1.0, 1, 8.0, 1e-5)
     assert noise == pytest.approx(2 * alone, rel=0.01)
     assert correlated_noise.poisson_noise(0.1, 4, 8.0, 1e-5) < 0.9 * noise
+
+
+@pytest.mark.parametrize("script", [attackers, correlated_noise])
+def test_an_argument_that_is_no_flag_is_refused(script):
+    """Without --dataset=, the name of a dataset would be ignored."""
+    assert message(script.main, ["script", "mnist"]) == "'mnist' is no flag; see --help"
