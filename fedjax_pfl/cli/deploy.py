@@ -42,6 +42,7 @@ def define_flags(options: flags.FlagValues) -> None:
         600,
         "Seconds that a round waits for answers.",
         lower_bound=1,
+        upper_bound=1e9,
         flag_values=options,
     )
     integer("min_answers", 1, "Answers that a round needs.", lower_bound=0)

@@ -11,10 +11,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from absl import flags
 
 from fedjax_pfl.deploy import guard, run, schema
 from fedjax_pfl.presets import pfedla
 from fedjax_pfl.runs import export, runner
+from tests.commands import run_here
 from tests.deploy.run_test import assert_close
 from tests.runs.common import read_metrics
 
@@ -81,6 +83,13 @@ def test_paths_in_flowers_configuration(tmp_path):
         assert certificate == str(folder / "ca.crt")
         run_config = parse_config_args([f"settings={trial._toml_text(folder / 'settings.json')}"])
         assert run_config == {"settings": str(folder / "settings.json")}
+
+
+@pytest.mark.filterwarnings("ignore:the load_module")  # of configuration files
+def test_a_limit_that_the_server_would_refuse_is_refused_at_once():
+    """The server's app ended without an outcome, and was started again for minutes."""
+    with pytest.raises(flags.IllegalFlagValueError):
+        run_here("deploy", "--config=baseline:digits", "--round_seconds=inf")
 
 
 @pytest.mark.slow("it starts Flower four times, which takes minutes")
