@@ -8,7 +8,7 @@ from pathlib import Path
 from absl import flags
 
 from fedjax_pfl.cli.command import Call, Command, check_no_positional
-from fedjax_pfl.cli.configs import default_workdir, define_data_dir, read_settings
+from fedjax_pfl.cli.configs import changed_settings, default_workdir, define_data_dir, read_settings
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import assembly, flower_version
 from fedjax_pfl.report import loggers, run_reader
@@ -56,6 +56,11 @@ def deploy(call: Call) -> None:
     from fedjax_pfl.deploy import trial
 
     config = read_settings(options, call.arguments)
+    if changed_settings(options).get("clients", options.nodes) != options.nodes:
+        raise UsageError(
+            f"config.clients is {config.clients}, and there are {options.nodes} nodes, one for "
+            f"each client; give --nodes={config.clients}"
+        )
     config.clients = options.nodes
     if config.clients_per_round is not None:
         config.clients_per_round = min(config.clients_per_round, options.nodes)

@@ -16,7 +16,7 @@ from absl import flags
 from fedjax_pfl.deploy import guard, run, schema
 from fedjax_pfl.presets import pfedla
 from fedjax_pfl.runs import export, runner
-from tests.commands import run_here
+from tests.commands import message, run_here
 from tests.deploy.run_test import assert_close
 from tests.runs.common import read_metrics
 
@@ -83,6 +83,13 @@ def test_paths_in_flowers_configuration(tmp_path):
         assert certificate == str(folder / "ca.crt")
         run_config = parse_config_args([f"settings={trial._toml_text(folder / 'settings.json')}"])
         assert run_config == {"settings": str(folder / "settings.json")}
+
+
+@pytest.mark.filterwarnings("ignore:the load_module")  # of configuration files
+def test_other_clients_than_nodes_are_refused():
+    arguments = "deploy", "--config=baseline:digits", "--config.clients=6"
+    line = "config.clients is 6, and there are 4 nodes, one for each client; give --nodes=6"
+    assert message(run_here, *arguments) == line
 
 
 @pytest.mark.filterwarnings("ignore:the load_module")  # of configuration files
