@@ -106,7 +106,10 @@ def omitted_owners(config: ConfigDict, dataset: data.Dataset, federation: Federa
     """Returns a warning if the examples have owners that are not exactly the clients, or ""."""
     if dataset.owner_train is None:
         return ""
-    owners = len(np.unique(dataset.owner_train))
+    ids = [dataset.owner_train]
+    if config.split != "official" and dataset.owner_test is not None:
+        ids.append(dataset.owner_test)  # their examples are pooled
+    owners = len(np.unique(np.concatenate(ids)))
     if config.partition not in data.BY_OWNER:
         return (
             f"{dataset.name} has {owners} owners, and partition={config.partition} mixes their "

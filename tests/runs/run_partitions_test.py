@@ -59,3 +59,17 @@ def test_examples_of_several_runs_are_stacked():
     stacked = run_partitions.stack([first, second])
     row = jax.tree.map(lambda leaf: leaf[1], stacked)
     jax.tree.map(np.testing.assert_array_equal, row, second)
+
+
+def test_owners_of_the_test_set_count_if_it_is_pooled():
+    x, y = np.zeros((6, 2), np.float32), np.arange(6, dtype=np.int32) % 2
+    owned = fedjax_pfl.arrays(x, y, x[:3], y[:3], owners=[0, 0, 0, 1, 1, 1], owners_test=[2] * 3)
+    for split, clients, line in (
+        ("pooled", 2, "2 of the 3 owners of arrays are clients"),
+        ("pooled", 3, ""),
+        ("official", 2, ""),
+    ):
+        config = configuration.with_values(CONFIG, {"partition": "natural", "split": split})
+        federation = fedjax_pfl.partition(owned, "natural", clients=2).federation
+        federation = federation._replace(owners=tuple(range(clients)))
+        assert run_partitions.omitted_owners(config, owned, federation) == line
