@@ -33,6 +33,8 @@ class Pretrained:
         return variables
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy and pickle ask for these before `model` is there
+            raise AttributeError(name)
         return getattr(self.model, name)
 
 

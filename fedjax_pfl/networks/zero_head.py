@@ -31,4 +31,6 @@ class ZeroHead:
         return {**variables, **trees.map_layers(zero_head, {"params": variables["params"]})}
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy and pickle ask for these before `model` is there
+            raise AttributeError(name)
         return getattr(self.model, name)

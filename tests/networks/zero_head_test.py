@@ -1,5 +1,8 @@
 """Networks with a head of zeros."""
 
+import copy
+import pickle
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ import pytest
 
 from fedjax_pfl.networks import LeNet
 from fedjax_pfl.networks.factorized import SplitKernels
+from fedjax_pfl.networks.pretrained import Pretrained
 from fedjax_pfl.networks.zero_head import ZeroHead
 
 KEY = jax.random.key(2)
@@ -25,6 +29,13 @@ def test_only_the_head_is_zero():
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(head))
     assert any(np.any(leaf) for leaf in jax.tree.leaves(expected["params"].pop("fc2")))
     chex.assert_trees_all_equal(variables, expected)
+
+
+@pytest.mark.parametrize("wrap", [ZeroHead, lambda net: Pretrained(net, {"a": np.ones(2)})])
+def test_wrappers_are_copied_and_pickled(wrap):
+    net = wrap(SMALL)
+    for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert (type(copied), copied.model, copied.head) == (type(net), SMALL, SMALL.head)
 
 
 def trained(net, y):
