@@ -73,8 +73,8 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 _WORDS: Words = {
-    r"k(\d+)": lambda match: {"clients_per_round": int(match[1])},
-    r"steps(\d+)": lambda match: {"rounds": int(match[1])},
+    r"k([1-9]\d*)": lambda match: {"clients_per_round": int(match[1])},
+    r"steps([1-9]\d*)": lambda match: {"rounds": int(match[1])},
     "sizes": lambda match: {},
 }
 

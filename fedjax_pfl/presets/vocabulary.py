@@ -46,7 +46,7 @@ _WORDS: Words = {
     r"n(\d+)": lambda match: {"clients": int(match[1])},
     r"classes(\d+)": lambda match: _partition("classes", per_client=int(match[1])),
     r"dominant(\d+)": lambda match: _partition("dominant", dominant=int(match[1])),
-    r"dirichlet([\d.]+)": lambda match: _partition("dirichlet", alpha=float(match[1])),
+    r"dirichlet(\d*\.?\d+)": lambda match: _partition("dirichlet", alpha=float(match[1])),
     r"iid": lambda match: _partition("iid"),
 }
 
@@ -60,27 +60,35 @@ def apply_words(config: ConfigDict, preset: str, own_words: Words) -> ConfigDict
     """Changes a configuration in place by the words of a preset, and returns it.
 
     Words, joined with dashes, are a dataset (without one: digits), a method, and words that match a
-    pattern, such as "n20" for 20 clients. Raises UsageError for another word. `own_words` are more
-    patterns (regular expressions of a whole word), each with a function from the match to the
-    settings to change, in nested dicts.
+    pattern, such as "n20" for 20 clients. Raises UsageError for another word, and for words that
+    contradict each other. `own_words` are more patterns (regular expressions of a whole word), each
+    with a function from the match to the settings to change, in nested dicts.
     """
     patterns = {**_WORDS, **own_words}
     preset_words = [word for word in preset.split("-") if word]
     # The dataset first: the other words change the defaults that it sets.
     config.dataset = ["digits", *(word for word in preset_words if word in DATASETS)][-1]
     config.update(DATASETS[config.dataset])
+    deciding: dict[str, tuple[str, Any]] = {}  # by setting: the first word that changes it, value
+    named = {
+        **dict.fromkeys(configuration.ALGORITHMS, "algorithm"),
+        **dict.fromkeys(DATASETS, "dataset"),
+    }
     for word in preset_words:
-        if word in DATASETS:
-            continue
-        if word in configuration.ALGORITHMS:
-            config.algorithm = word
-            continue
-        matches = [changes(m) for p, changes in patterns.items() if (m := re.fullmatch(p, word))]
+        matches: list[Mapping[str, Any]] = [{named[word]: word}] if word in named else []
+        matches += [changes(m) for p, changes in patterns.items() if (m := re.fullmatch(p, word))]
         if not matches:
-            names = [*DATASETS, *configuration.ALGORITHMS, *_examples(patterns, word)]
+            names = [*named, *_examples(patterns, word)]
             template = "-".join("{}" if w == word else w for w in preset_words)
             hint = configuration.suggestion(word, names, template)
             raise UsageError(f"there is no preset {preset!r}: {word!r} is no word of one{hint}")
+        for name, value in matches[0].items():
+            first, first_value = deciding.setdefault(name, (word, value))
+            if value != first_value:
+                raise UsageError(
+                    f"there is no preset {preset!r}: {first!r} and {word!r} contradict each other; "
+                    "leave one out"
+                )
         config.update(matches[0])
     return config
 

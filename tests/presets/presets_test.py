@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from fedjax_pfl.presets import baseline, factorized_fl
+from fedjax_pfl.presets import baseline, factorized_fl, pfedhn
 from fedjax_pfl.presets.vocabulary import DATASETS, apply_words
 from fedjax_pfl.settings import configuration
 from tests.commands import message
@@ -77,6 +77,33 @@ def test_every_word_of_the_documentation_is_a_preset():
     assert {"fedavg", "digits", "classes4", "n10"} <= documented
     for word in documented - {"..."}:
         baseline.get_config(word)
+
+
+@pytest.mark.parametrize(
+    ("preset", "words"),
+    [
+        ("fedavg-n3-local", "'fedavg' and 'local'"),
+        ("mnist-cifar10", "'mnist' and 'cifar10'"),
+        ("n10-iid-n20", "'n10' and 'n20'"),
+        ("iid-classes4", "'iid' and 'classes4'"),
+        ("classes4-classes2", "'classes4' and 'classes2'"),
+    ],
+)
+def test_words_that_contradict_each_other_are_refused(preset, words):
+    assert message(baseline.get_config, preset) == (
+        f"there is no preset {preset!r}: {words} contradict each other; leave one out"
+    )
+    config = baseline.get_config("n10-n10-mnist-mnist")  # equal words do not
+    assert (config.clients, config.dataset) == (10, "mnist")
+    assert "'n5' and 'n6' contradict" in message(factorized_fl.get_config, "n5-n6")
+
+
+def test_numbers_that_no_run_can_have_are_no_words():
+    for word in ("dirichlet1.2.3", "dirichlet."):
+        assert f"{word!r} is no word of one" in message(baseline.get_config, word)
+    for word in ("k0", "steps0"):
+        assert f"{word!r} is no word of one" in message(pfedhn.get_config, word)
+    assert baseline.get_config("dirichlet.5").dirichlet.alpha == 0.5
 
 
 def test_words_of_one_system():
