@@ -28,6 +28,8 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
     """
     arrays = {name: np.asarray(leaf) for name, leaf in _named_leaves(_to_arrays(state)).items()}
     path = Path(path)
+    if not path.name or "\0" in path.name:
+        raise UsageError(f"{str(path)!r} names no file; choose one, such as state.npz")
     partial = path.with_name(f".{path.name}.partial")
     # NumPy's files cannot name dtypes such as bfloat16, so bytes are stored.
     content: dict[str, Any] = {name: _as_bytes(array) for name, array in arrays.items()}

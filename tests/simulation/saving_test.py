@@ -72,4 +72,6 @@ def test_a_file_that_cannot_be_written(tmp_path: Path):
     (tmp_path / "file").unlink()
     (tmp_path / "a.npz").mkdir()
     assert "cannot be written: Is a directory" in message(pfl.save, tmp_path / "a.npz", {})
+    for path in ("", "/", tmp_path / "a\0b"):
+        assert "names no file; choose one, such as state.npz" in message(pfl.save, path, {})
     assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]  # no part of a file
