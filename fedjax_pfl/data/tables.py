@@ -3,7 +3,7 @@
 import csv
 import difflib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,14 +141,25 @@ def _delimiter(line: str, columns: int | None) -> str:
 
 
 def read_json_lines(path: str) -> Table:
-    """Reads a text file, also compressed, with a JSON object with the same keys in each line."""
+    """Reads a text file, also compressed, with a JSON object with the same keys in each line.
+
+    Dates stay text, as they are written.
+    """
     import pyarrow
     from pyarrow import json as arrow_json
 
     name, file = f"jsonl:{path}", find_path("jsonl", path)
-    try:
+
+    def read(texts: Sequence[Any] = ()) -> Any:
+        """Returns the Arrow table. The fields `texts` are text; other types are inferred."""
+        options = arrow_json.ParseOptions(explicit_schema=pyarrow.schema(texts))
         with pyarrow.input_stream(str(file), compression="detect") as stream:
-            return from_arrow(name, arrow_json.read_json(stream))
+            return arrow_json.read_json(stream, parse_options=options)
+
+    try:
+        table, is_date = read(), pyarrow.types.is_timestamp
+        dates = [f.with_type(pyarrow.string()) for f in table.schema if is_date(f.type)]
+        return from_arrow(name, read(dates) if dates else table)
     except (pyarrow.ArrowException, OSError) as error:
         raise UsageError(f"{name} cannot be read as lines of JSON: {first_line(error)}") from None
 

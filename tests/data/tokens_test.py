@@ -75,6 +75,12 @@ def test_json_lines_with_owners(tmp_path):
     assert dataset.x_train.tolist() == [[3, 0], [2, 0]]
     assert dataset.owner_names[dataset.owner_train].tolist() == ["u1", "u2"]
     assert (dataset.y_train.tolist(), dataset.metadata["classes"]) == ([1, 0], ["1.0", "5.0"])
+    days = [{"day": "2020-01-01", "time": "2020-01-01 10:30", "label": 0}] * 2
+    (tmp_path / "days.jsonl").write_text("\n".join(map(json.dumps, days)))
+    options = {"label": "label", "input": "day,time", "tokens": "words", "length": 9}
+    dataset = load(f"jsonl:{tmp_path / 'days.jsonl'}", **options)
+    words = [dataset.metadata["tokens"][i] for i in dataset.x_train[0]]
+    assert words == ["2020", "-", "01", "-", "01", "2020", "-", "01", "-"]  # as they are written
     (tmp_path / "no.jsonl").write_text("{")
     assert "cannot be read as lines of JSON" in message(load, f"jsonl:{tmp_path / 'no.jsonl'}")
 
