@@ -336,6 +336,8 @@ def _to_array(label: str, column: Any) -> np.ndarray:
                 f"{label} has lists of {min(lengths)} to {max(lengths)} values; make them equally "
                 "long"
             )
+        if lengths == [0]:
+            raise UsageError(f"{label} has only empty lists; leave the column out")
         if column.flatten().null_count:
             raise UsageError(f"{label} has missing values in its lists; fill or remove these rows")
         inner = _to_array(label, column.flatten())

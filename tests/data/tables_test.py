@@ -284,6 +284,8 @@ def test_class_names_become_categories_and_owner_names(tmp_path):
         ([{"x": [[1, 2], [3, None]], "label": ["a", "b"]}], "'x' has missing values in its lists"),
         ([{"label": [1, None], "a": [1, 2]}], "'label' has 1 missing values, the first in row 2"),
         ([{"label": [1, 2], "a": [[1], [1, 2]]}], "lists of 1 to 2 values; make them equally long"),
+        ([{"x": pa.array([[], []], pa.list_(pa.int64())), "label": [0, 1]}], "only empty lists"),
+        ([{"label": pa.array([[], []], pa.list_(pa.int64())), "x": [0, 1]}], "only empty lists"),
     ],
 )
 def test_invalid_parquet_files_raise_one_line(tmp_path, tables, line):
