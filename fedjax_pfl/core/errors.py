@@ -1,7 +1,7 @@
 """UsageError, for mistakes that the user can fix, and checks that raise it."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -49,13 +49,23 @@ def require(condition: Any, message: str) -> None:
 
 
 def require_at_least(name: str, value: Any, bound: float) -> None:
-    """Raises UsageError if the value of a setting is below its bound. None passes."""
-    require(value is None or value >= bound, f"{name} is {value}; it must be at least {bound}")
+    """Raises UsageError if the value of a setting is below its bound, or no number. None passes."""
+    holds = _holds(name, value, lambda number: number >= bound)
+    require(holds, f"{name} is {value}; it must be at least {bound}")
 
 
 def require_above(name: str, value: Any, bound: float) -> None:
-    """Raises UsageError if the value of a setting is not above its bound. None passes."""
-    require(value is None or value > bound, f"{name} is {value}; it must be above {bound}")
+    """Raises UsageError unless the value of a setting is a number above its bound. None passes."""
+    holds = _holds(name, value, lambda number: number > bound)
+    require(holds, f"{name} is {value}; it must be above {bound}")
+
+
+def _holds(name: str, value: Any, condition: Callable[[Any], Any]) -> Any:
+    """Returns condition(value), True for None. Raises UsageError if the value is no number."""
+    try:
+        return value is None or condition(value)
+    except TypeError:
+        raise UsageError(f"{name} is {value!r}; it must be a number") from None
 
 
 def require_count(name: str, value: Any) -> None:

@@ -1,6 +1,7 @@
 """Divides a dataset among clients: assigns examples, and splits them for training and testing."""
 
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,8 +72,8 @@ def federate(
       The arrays (without unused examples, unless they are mapped from a file) and the description
       of clients.
     """
-    if seed < 0:
-        raise UsageError(f"seed={seed}: use 0 or more")
+    if not isinstance(seed, Integral) or seed < 0:
+        raise UsageError(f"seed={seed!r}: use an integer, 0 or more")
     request.check_request(dataset, partition, clients, split, held_out, groups)
     if permute_labels and dataset.y_train.ndim > 1:
         raise UsageError(f"{dataset.name} has no classes whose labels could be permuted")

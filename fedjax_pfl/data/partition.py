@@ -70,6 +70,11 @@ def partition(
             f"partition takes a Dataset, got {type(dataset).__name__}; make one with "
             "datasets.from_arrays(x, y)"
         )
+    if task is not None and not isinstance(task, Task):
+        raise UsageError(
+            f"task is {task!r}; leave it out, or give a Task, such as "
+            "fedjax_pfl.core.task.regression()"
+        )
     check_name("partition", name, PARTITIONS)
     parameters = inspect.signature(partition).parameters.values()
     own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]

@@ -1,9 +1,10 @@
 """Checks of the arguments of `federate`."""
 
 from collections.abc import Collection, Iterable
+from numbers import Integral, Real
 
 from fedjax_pfl.core.arguments import unknown_argument
-from fedjax_pfl.core.errors import UsageError, nearest
+from fedjax_pfl.core.errors import UsageError, nearest, require
 from fedjax_pfl.data import partitions
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.owners import BY_OWNER
@@ -42,6 +43,8 @@ def check_request(
     """
     check_name("partition", partition, partitions.PARTITIONS)
     check_name("split", split, SPLITS)
+    for name, value in (("clients", clients), ("held_out", held_out), ("groups", groups)):
+        require(isinstance(value, Integral), f"{name}={value!r}: use an integer")
     if clients < 1:
         raise UsageError(f"clients={clients}: use at least 1")
     if not 0 <= held_out < clients:
@@ -109,6 +112,8 @@ def check_fractions(
             f"windows of {dataset.name} overlap, and validation windows would share values with "
             "training windows: use validation_fraction=0, or a stride of at least their length"
         )
+    for name, value in (("test_fraction", test), ("validation_fraction", validation)):
+        require(isinstance(value, Real), f"{name}={value!r}: use a number")
     test = 0.0 if split == "official" else test
     if not (0 <= validation < 1 and 0 <= test < 1 and test + validation < 1):
         raise UsageError(

@@ -11,6 +11,7 @@
 
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,7 +88,7 @@ class Simulation:
       data: From `fedjax_pfl.partition`.
       clients_per_round: Number of clients sampled in each round. Default: all.
       sampling: "random", or "cyclic": all clients in turn, in an order drawn once.
-      seed: Decides everything random in training.
+      seed: Decides everything random in training, an integer from 0 to 2^32 - 1.
       dropout: Probability that a sampled client never returns its update.
       max_update_norm: Updates with a larger norm are rejected. Default: updates that are not
         finite, or whose squared norm is not.
@@ -125,6 +126,8 @@ class Simulation:
     ) -> None:
         _check(method, data, store, sampling)
         require_count("clients_per_round", clients_per_round)
+        is_seed = isinstance(seed, Integral) and 0 <= seed < 2**32  # JAX drops higher bits
+        require(is_seed, f"seed is {seed!r}; it must be an integer from 0 to 2^32 - 1")
         require_count("devices", devices)
         require_count("chunk", chunk)
         require(0 <= dropout <= 1, f"dropout is {dropout}; it is a probability, 0 to 1")
