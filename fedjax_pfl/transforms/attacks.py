@@ -26,7 +26,7 @@ attackers' own examples. Shejwalkar and Houmansadr search γ by halving steps; h
 it. Variances of BatchNorm are kept at 0 or above. Masks and counters are as in an honest upload.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -53,6 +53,7 @@ from fedjax_pfl.transforms.wrapping import (
     Transform,
     TransformContext,
     is_variance,
+    keep_layers,
 )
 
 # Default strength of each attack on one upload.
@@ -70,13 +71,19 @@ def attackers(federation: Federation, share: float, seed: int = 0) -> np.ndarray
     return np.isin(np.arange(federation.clients), order[: round(share * len(active))])
 
 
-def attack_uploads(is_attacker: np.ndarray, kind: str, strength: float | None = None) -> Transform:
+def attack_uploads(
+    is_attacker: np.ndarray,
+    kind: str,
+    strength: float | None = None,
+    private: Collection[str] = (),
+) -> Transform:
     """Returns a transform with which attackers send other uploads.
 
     Args:
       is_attacker: bool [N], such as from `attackers`.
       kind: One of `ON_UPLOAD` or `ON_COHORT`.
       strength: s of the attack; None: its default.
+      private: Layers that `private_layers` keeps on the client. They stay as they are.
     """
     require_one_of("kind", kind, (*ON_UPLOAD, *ON_COHORT))
     # The id of an absent client is N.
@@ -88,6 +95,7 @@ def attack_uploads(is_attacker: np.ndarray, kind: str, strength: float | None = 
         def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
             result = member.train(payload, client, ctx)
             sent = _own_attack(kind, scale, payload, result.upload, ctx.key)
+            sent = keep_layers(result.upload, sent, private)
             attacks = jnp.asarray(is_attacker)[ctx.i]
             return result._replace(upload=trees.where(attacks, sent, result.upload))
 
@@ -260,7 +268,12 @@ def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transfor
     is_attacker = select_attackers(value_of, context.federation)
     if value_of("attack") in ("none", *ON_DATA) or not is_attacker.any():
         return None
-    return attack_uploads(is_attacker, value_of("attack"), value_of("attack_strength"))
+    return attack_uploads(
+        is_attacker,
+        value_of("attack"),
+        value_of("attack_strength"),
+        private={context.model.head} if value_of("keep_head") else (),
+    )
 
 
 ATTACK = Selectable(

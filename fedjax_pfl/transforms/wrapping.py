@@ -1,6 +1,6 @@
 """Tools for writing transforms, and `chain`, which applies them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -104,6 +104,18 @@ def round_shapes(algorithm: Algorithm, data: FederatedData) -> RoundShapes:
         )
 
     return jax.eval_shape(run, key, i, data)
+
+
+def keep_layers(upload: PyTree, changed: PyTree, layers: Collection[str]) -> PyTree:
+    """Returns the `changed` upload with the values of `upload` in the named layers.
+
+    They are private layers, which are never sent, so nothing may depend on noise in them.
+    """
+
+    def choose(layer: str, old: jax.Array, new: jax.Array) -> jax.Array:
+        return old if layer in layers else new
+
+    return trees.map_layers(choose, upload, changed)
 
 
 def is_variance(path: tuple[Any, ...]) -> bool:

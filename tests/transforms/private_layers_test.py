@@ -14,6 +14,7 @@ from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.core.groups import by_group
+from fedjax_pfl.settings import configuration
 from fedjax_pfl.testing import example
 from fedjax_pfl.transforms.private_layers import private_layers, replace_layers
 from tests import cases, tiny
@@ -177,3 +178,28 @@ def test_fedfomo_stores_models_with_the_private_head():
     expected = private["params"]["fc2"]["kernel"]
     np.testing.assert_array_equal(stored.start["params"]["fc2"]["kernel"], expected)
     chex.assert_trees_all_equal(stored.momentum, state.clients.method.momentum)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"attack": "gaussian", "attack_share": 0.9},
+        {"privacy": "local", "privacy_clip_norm": 1.0, "privacy_noise": 1.0},
+    ],
+)
+def test_private_layers_get_no_noise(settings):
+    """A robust server compares uploads, and the head is never sent."""
+    settings = {**configuration.complete({"keep_head": True, **settings})}
+    context = transforms.TransformContext(tiny.Net(), FEDERATION, DATA, {})
+    selected = transforms.selected_transforms(
+        settings.get, context._replace(registry=configuration.BUILTINS._asdict())
+    )
+    algorithm = transforms.chain(cases.make("fedavg", FEDERATION), *selected)
+    state = algorithm.init(KEY)
+    is_attacker = transforms.select_attackers(settings.get, FEDERATION)
+    i = int(np.argmax(is_attacker))
+    ctx = ClientContext(jnp.int32(i), client_data(DATA, i), jnp.int32(0), KEY)
+    upload = jax.jit(algorithm.train)(state.server, trees.row(state.clients, i), ctx).upload
+    change = trees.change(state.server, upload)
+    assert not np.any(jax.tree.leaves(trees.split(change, {"fc2"})[0])[0])
+    assert float(jnp.min(jnp.abs(change["params"]["fc1"]["kernel"]))) > 0

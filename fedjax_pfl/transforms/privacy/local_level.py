@@ -13,7 +13,7 @@ Deviations: variances of BatchNorm are kept at 0 or above. Uploads with integers
 refused.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +24,18 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.groups import as_grouped, group_algorithms, has_groups
 from fedjax_pfl.transforms.privacy import clip_and_noise
-from fedjax_pfl.transforms.wrapping import Transform
+from fedjax_pfl.transforms.wrapping import Transform, keep_layers
 
 # Folded into the key; differs from compression's number and from those of training.
 _NOISE = (1 << 30) + 1
 
 
 def local_privacy(
-    data: FederatedData, *, clip_norm: float, noise_multiplier: float = 0.0
+    data: FederatedData,
+    *,
+    clip_norm: float,
+    noise_multiplier: float = 0.0,
+    private: Collection[str] = (),
 ) -> Transform:
     """Returns a transform with differential privacy of clients towards everyone else.
 
@@ -41,6 +45,7 @@ def local_privacy(
       data: Examples; only their shapes matter.
       clip_norm: Largest L2 norm, over the whole tree, of the upload minus the download.
       noise_multiplier: Standard deviation of the noise, in multiples of `clip_norm`.
+      private: Layers that `private_layers` keeps on the client. They get no noise.
     """
 
     def wrap(member: Algorithm) -> Callable[..., ClientResult]:
@@ -52,7 +57,8 @@ def local_privacy(
                 key = jax.random.fold_in(ctx.key, _NOISE)
                 change = clip_and_noise.add_noise(change, clip_norm * noise_multiplier, key)
             old = trees.matching_download(payload, change)
-            return result._replace(upload=clip_and_noise.add_change(old, change))
+            upload = clip_and_noise.add_change(old, change)
+            return result._replace(upload=keep_layers(result.upload, upload, private))
 
         return train
 

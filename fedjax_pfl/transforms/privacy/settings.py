@@ -167,6 +167,7 @@ def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transfor
             context.data,
             clip_norm=requested.clip_norm,
             noise_multiplier=requested.noise_multiplier,
+            private={context.model.head} if value_of("keep_head") else (),
         )
     return client_privacy(
         context.federation,
