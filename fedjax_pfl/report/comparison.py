@@ -162,7 +162,8 @@ def labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
             if key in config
         ]
         parts += [f"{key}={config[key]}" for key in keys if key in config]
-        return ", ".join(parts) or method_labels.table_label(config.get("algorithm", "?"))
+        text = ", ".join(parts) or method_labels.table_label(config.get("algorithm", "?"))
+        return text.encode("utf-8", "backslashreplace").decode("utf-8")  # a path may be no UTF-8
 
     row_labels = [label(config, keys) for config in flat_configs]
     if len(set(row_labels)) < len(row_labels):

@@ -143,6 +143,11 @@ def test_curves_have_a_band_over_seeds_and_a_reproducible_pdf(pair):
     assert "Bands" not in comparison_curves.draw(single, metric).caption
 
 
+def test_a_dataset_whose_path_is_no_utf_8(pair, tmp_path):
+    datasets = ({"dataset": "csv:a\udcff"}, {"dataset": "csv:b"})
+    assert comparison.labels(datasets) == ["csv:a\\udcff", "csv:b"]
+
+
 def test_a_directory_whose_name_is_no_utf_8(pair, tmp_path):
     run = pair[0].runs[0]._replace(directory=tmp_path / "r\udcff")
     page = comparison_page.write([pair[0]._replace(runs=[run])], tmp_path / "out")
