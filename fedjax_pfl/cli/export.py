@@ -10,6 +10,8 @@ from fedjax_pfl.cli.configs import define_data_dir
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import export
 
+_MOST_CLIENTS = 10_000_000  # in one range
+
 HELP = """
 fedjax-pfl export RUN --out=FOLDER                    client-0.safetensors and so on
 fedjax-pfl export RUN --out=FOLDER --clients=0,3-5    some clients
@@ -52,6 +54,11 @@ def parse_clients(text: str) -> list[int]:
         first, last = int(match[1]), int(match[2] or match[1])
         if first > last:
             raise UsageError(f"--clients={text}: {first} is above {last}")
+        if last - first >= _MOST_CLIENTS:
+            raise UsageError(
+                f"--clients={text} names more than {_MOST_CLIENTS:,} clients; name fewer, or leave "
+                "it out for all"
+            )
         clients += range(first, last + 1)
     return clients
 

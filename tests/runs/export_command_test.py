@@ -128,6 +128,7 @@ def test_invalid_commands_and_damaged_runs_are_refused(finished, tmp_path):
         ([out, "--clients=2,3-5"], "there is no client 3; there are 3, from 0 to 2"),
         ([out, "--clients=a"], "is no list of clients such as 0,3-5"),
         ([out, "--clients=4-2"], "4 is above 2"),
+        ([out, "--clients=0-999999999"], "names more than 10,000,000 clients; name fewer"),
         ([f"--out={directory}"], "is not empty; choose another folder"),
         ([f"--out={directory / 'config.json'}"], "is not empty"),
         ([f"--out={tmp_path / 'file' / 'below'}"], "cannot be written (Not a dir"),
