@@ -166,8 +166,11 @@ def invert(
     if not reason:
         key = jax.random.key(1)  # of the attacker
         attempt = _reconstruct(attack, exchange, pixels, key)
-        images = attempt.images[inversion.match_order(attempt.images, originals, labels)]
-        mismatch = float(attempt.mismatch)
+        if np.isfinite(attempt.images).all():
+            images = attempt.images[inversion.match_order(attempt.images, originals, labels)]
+            mismatch = float(attempt.mismatch)
+        else:
+            reason = "the search ends in values that are not finite from every start"
     mean_image = pixels.to_unit(_mean_image(result.data))
     pairs = zip(images, originals, strict=False)  # no pair without an attack
     return Inversion(

@@ -4,8 +4,10 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 
+from fedjax_pfl.audit import inversion
 from fedjax_pfl.data.pictures import pixels
 from fedjax_pfl.runs import runner
 from tests.commands import message, run_here
@@ -15,7 +17,7 @@ from tests.runs.export_test import BASE
 pytestmark = pytest.mark.slow("whole runs; inversion_test and membership_test have the quick ones")
 
 
-def test_the_command_audits_a_run(tmp_path, capsys):
+def test_the_command_audits_a_run(tmp_path, capsys, monkeypatch):
     directory, out = tmp_path / "run", tmp_path / "out"
     runner.run({**BASE, "algorithm": "fedper", "upload_bits": 8}, directory)
     files = contents(directory)
@@ -37,6 +39,12 @@ def test_the_command_audits_a_run(tmp_path, capsys):
     assert pixels(out / "images.png").shape[2] == 3
     run_here("audit", directory, *flags, "--first", "--compare_inputs")
     assert "in round 0" in capsys.readouterr().out
+    nan = np.full((3, 4, 4, 1), np.nan)
+    attempt = inversion.Reconstruction(images=nan, objective=np.nan, mismatch=np.nan)
+    monkeypatch.setattr(inversion, "reconstruct", lambda *arguments: attempt)
+    run_here("audit", directory, *flags)
+    assert "none, because the search ends in values that are not finite" in capsys.readouterr().out
+    assert json.loads((out / "audit.json").read_text())["inversion"]["psnr"] == []
 
     assert message(run_here, "audit", out) == "say where the files go: --out=FOLDER"
     assert message(run_here, "audit", f"--out={out}").startswith("name one run directory")
