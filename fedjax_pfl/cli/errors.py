@@ -73,7 +73,13 @@ def in_one_line(options: flags.FlagValues | None = None) -> Iterator[None]:
         text = str(error)
         raise UsageError(_last_line(text) if "Traceback" in text else _flag_error(text)) from None
     except Exception as error:  # a configuration file is code and can raise anything
-        raise UsageError(_last_line(str(error)) or type(error).__name__) from None
+        line, kind = _last_line(str(error)), type(error).__name__
+        if line and isinstance(error, LookupError):
+            line = (
+                f"{kind}: {line}; --config.phases[N].KEY changes only a KEY that this phase has in "
+                "the configuration"
+            )
+        raise UsageError(line or kind) from None
 
 
 def _last_line(text: str) -> str:

@@ -7,6 +7,7 @@ from ml_collections import ConfigDict
 
 from fedjax_pfl.cli import configs, main
 from fedjax_pfl.cli.command import define
+from fedjax_pfl.cli.errors import in_one_line
 from fedjax_pfl.presets import SYSTEMS
 from fedjax_pfl.settings import configuration
 from tests.commands import message
@@ -96,6 +97,21 @@ LOADED = pytest.mark.filterwarnings("ignore:the load_module")  # of configuratio
 def test_a_setting_of_one_phase_of_a_preset():
     settings = read("fedmn", "--config=fedmn:digits", "--config.phases[0].rounds=2")
     assert [phase.get("rounds") for phase in settings.phases] == [2, None]
+
+
+@LOADED
+@pytest.mark.parametrize(
+    ("key", "start"),
+    [("phases[1].rounds", "KeyError: 'rounds'; "), ("phases[2].rounds", "IndexError: tuple ")],
+)
+def test_a_setting_that_a_phase_of_a_preset_does_not_change(key, start):
+    def call():
+        with in_one_line():
+            read("fedmn", "--config=fedmn:digits", f"--config.{key}=2")
+
+    line = message(call)
+    assert line.startswith(start)
+    assert line.endswith("changes only a KEY that this phase has in the configuration")
 
 
 def written(path, value):
