@@ -15,6 +15,7 @@ from fedjax_pfl import data, transforms
 from fedjax_pfl.algorithms import METHODS
 from fedjax_pfl.core import groups
 from fedjax_pfl.core.algorithm import Federation
+from fedjax_pfl.core.diagnostics import REPORT_FIGURES
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.partition import PartitionedData
 from fedjax_pfl.runs import run_partitions
@@ -172,17 +173,17 @@ def _sizes(phase: Phase, state: Any) -> forecast.PhaseSizes:
 
 
 def _check_observations(phase: Phase, state: Any) -> None:
-    """Raises UsageError if `Algorithm.observe` of the phase returns a name that no file can have.
+    """Raises UsageError if `Algorithm.observe` of the phase returns a name that no figure can have.
 
     `state` has the shapes of the phase's state.
     """
     run_state = sweep.shapes_of_one(state) if len(phase.inputs.configs) > 1 else state
     for name in jax.eval_shape(phase.algorithm.observe, run_state):
+        label = f"{phase.config.algorithm}: observe returns {name!r}, which"
         if not re.fullmatch("[A-Za-z0-9_]+", name):
-            raise UsageError(
-                f"{phase.config.algorithm}: observe returns {name!r}, which cannot be the name of "
-                "a file; use letters, digits and _"
-            )
+            raise UsageError(f"{label} cannot be the name of a file; use letters, digits and _")
+        if name in REPORT_FIGURES:
+            raise UsageError(f"{label} is a figure of every report; choose another name")
 
 
 def _short_batches(phase: Phase, state: Any) -> str:

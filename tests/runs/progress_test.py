@@ -80,14 +80,20 @@ def test_models_of_nan_have_no_score(tmp_path, capfd):
     assert (directory / "clients.csv").read_bytes() == table
 
 
-@pytest.mark.parametrize("name", ["../evil", "", "a.b", "a b"])
-def test_names_of_diagnostics_must_be_file_names(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        *((name, "use letters, digits and _") for name in ("../evil", "", "a.b", "a b")),
+        ("clients", "is a figure of every report; choose another name"),
+    ],
+)
+def test_names_of_diagnostics_must_be_file_names(tmp_path, name, remedy):
     def mine(model, training, federation):
         algorithm = algorithms.local(model, training, federation)
         return algorithm._replace(observe=lambda state: {name: np.zeros(2)})
 
     line = message(lambda: fedjax_pfl.run(SHORT, tmp_path / "run", algorithm=mine))
-    assert "use letters, digits and _" in line
+    assert remedy in line
     assert not (tmp_path / "run").exists()
 
 
