@@ -174,6 +174,10 @@ def test_invalid_settings_are_refused(changes, fragments):
             ["attack_share is 0.9", "attackers of all 3 clients; lower it"],
         ),
         (
+            {"attack": "label_flip", "attack_share": 0.1},
+            ["attack_share is 0.1", "an attacker of none of the 3 clients; raise it"],
+        ),
+        (
             {"algorithm": "local", "server_optimizer": "adam"},
             ["server_optimizer is for methods", "leave it off"],
         ),
