@@ -123,7 +123,7 @@ def build(
     _check_attackers(config, phases)
     remarks = [_short_batches(phase, state) for phase, state in zip(phases, states, strict=True)]
     remarks += [run_partitions.omitted_owners(config, dataset, federation)]
-    remarks += map(_remark, phases)
+    remarks += [_no_validation(config, examples), *map(_remark, phases)]
     sizes = [_sizes(phase, state) for phase, state in zip(phases, states, strict=True)]
     processes = multiprocess.count()
     available = forecast.capacity(phases[0].inputs.devices // processes)
@@ -217,6 +217,16 @@ def _check_attackers(config: ConfigDict, phases: Sequence[Phase]) -> None:
             f"attack_share is {config.attack_share:g}, which makes an attacker of none of the "
             f"{active} clients; raise it"
         )
+
+
+def _no_validation(config: ConfigDict, examples: data.FederatedData) -> str:
+    """Returns a warning if validate_after has no validation examples to use, or ""."""
+    if not config.validate_after or np.sum(examples.validation.size):
+        return ""
+    return (
+        "validate_after has no effect without validation examples; set validation_fraction to "
+        "select the best round"
+    )
 
 
 def _check_store(store: str, *, is_sweep: bool) -> None:

@@ -59,6 +59,12 @@ def test_no_remark_on_harmless_settings(changes):
     assert built(batch_size=16, **changes).remarks == ()
 
 
+def test_a_remark_on_validation_without_examples():
+    (line,) = built(batch_size=17, validate_after=True).remarks
+    assert "validate_after has no effect without validation examples" in line
+    assert built(batch_size=17, validate_after=True, validation_fraction=0.2).remarks == ()
+
+
 def test_two_phases_give_one_remark():
     assert len(built(batch_size=16, phases=({}, {"rounds": 1})).remarks) == 1
     assert len(built(batch_size=32, phases=({}, {"batch_size": 15})).remarks) == 1
