@@ -219,7 +219,9 @@ def test_settings_select_the_transform():
     context = transforms.TransformContext(tiny.Net(), FEDERATION, DATA, {})
 
     def make(**settings: Any) -> Any:
-        return ATTACK.make({"partition_seed": 0, **defaults, **settings}.__getitem__, context)
+        return ATTACK.make(
+            {"partition_seed": 0, "keep_head": False, **defaults, **settings}.__getitem__, context
+        )
 
     assert make() is None
     for kind in ATTACKS:
