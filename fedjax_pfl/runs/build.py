@@ -120,7 +120,7 @@ def build(
         phases, states, begin = [*phases, phase], [*states, state], phase.end
     for name in unread:
         raise UsageError(f"{name} is read by no phase and makes no difference; give it one value")
-    _check_attackers(config, phases)
+    transforms.require_attackers(config.get, [phase.inputs.is_attacker for phase in phases])
     remarks = [_short_batches(phase, state) for phase, state in zip(phases, states, strict=True)]
     remarks += [run_partitions.omitted_owners(config, dataset, federation)]
     remarks += [_no_validation(config, examples), *map(_remark, phases)]
@@ -206,17 +206,6 @@ def _short_batches(phase: Phase, state: Any) -> str:
         f"an epoch of {affected} of {len(counts)} clients ends with a batch of {_SHORT_BATCH} "
         "examples or fewer, which can cost accuracy with BatchNorm; drop_last leaves it out"
     )
-
-
-def _check_attackers(config: ConfigDict, phases: Sequence[Phase]) -> None:
-    """Raises UsageError if the settings request attackers and no phase has one."""
-    is_attacked = any(phase.inputs.is_attacker.any() for phase in phases)
-    if config.attack != "none" and config.attack_share and not is_attacked:
-        active = int(phases[0].federation.active.sum())
-        raise UsageError(
-            f"attack_share is {config.attack_share:g}, which makes an attacker of none of the "
-            f"{active} clients; raise it"
-        )
 
 
 def _no_validation(config: ConfigDict, examples: data.FederatedData) -> str:

@@ -15,6 +15,7 @@ from fedjax_pfl.transforms.attacks import (
     attack_data,
     attack_uploads,
     attackers,
+    require_attackers,
     select_attackers,
 )
 from fedjax_pfl.transforms.compression import COMPRESSION, compression
@@ -82,6 +83,7 @@ __all__ = [
     "local_privacy",
     "poison",
     "private_layers",
+    "require_attackers",
     "robust",
     "select_attackers",
     "selected_training",

@@ -26,7 +26,7 @@ attackers' own examples. Shejwalkar and Houmansadr search γ by halving steps; h
 it. Variances of BatchNorm are kept at 0 or above. Masks and counters are as in an honest upload.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -43,7 +43,7 @@ from fedjax_pfl.core.algorithm import (
     PyTree,
     State,
 )
-from fedjax_pfl.core.errors import UsageError, require_one_of
+from fedjax_pfl.core.errors import UsageError, require, require_one_of
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.core.groups import group_algorithms, has_groups
 from fedjax_pfl.core.setting import Limits, Setting, UsedWith
@@ -241,6 +241,20 @@ def select_attackers(value_of: Callable[[str], Any], federation: Federation) -> 
             "until at least one is honest"
         )
     return is_attacker
+
+
+def require_attackers(value_of: Callable[[str], Any], phases: Iterable[np.ndarray]) -> None:
+    """Raises UsageError if the settings request attackers and no phase has one.
+
+    Args:
+      value_of: Returns the value of a setting by its name.
+      phases: The attackers of each phase, bool [N].
+    """
+    share = value_of("attack_share") if value_of("attack") != "none" else 0.0
+    require(
+        not share or any(is_attacker.any() for is_attacker in phases),
+        f"attack_share is {share:g}, which makes an attacker of no client; raise it",
+    )
 
 
 def attack_data(

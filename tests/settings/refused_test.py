@@ -175,7 +175,7 @@ def test_invalid_settings_are_refused(changes, fragments):
         ),
         (
             {"attack": "label_flip", "attack_share": 0.1},
-            ["attack_share is 0.1", "an attacker of none of the 3 clients; raise it"],
+            ["attack_share is 0.1", "an attacker of no client; raise it"],
         ),
         (
             {"algorithm": "local", "server_optimizer": "adam"},
