@@ -13,21 +13,6 @@ import numpy as np
 
 Value = float | dict[str, float]  # one number, or one for each layer
 
-# Figures that reports have of their own; no array that `Algorithm.observe` returns can replace one.
-REPORT_FIGURES = frozenset(
-    {
-        "answer",
-        "clients",
-        "confusion",
-        "diagnostics",
-        "partition",
-        "score_bytes",
-        "score_rounds",
-        "score_seconds",
-        "traffic",
-        "train_loss",
-    }
-)
 MINIMAL_CHANGE = 1e-3  # changes below this count as no change
 _WARN_AFTER = 4  # warn if inactive for 1/4 of the run
 _ONE_HOT = 0.99  # a row is one-hot if its largest weight is above this

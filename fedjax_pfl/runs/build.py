@@ -15,9 +15,9 @@ from fedjax_pfl import data, transforms
 from fedjax_pfl.algorithms import METHODS
 from fedjax_pfl.core import groups
 from fedjax_pfl.core.algorithm import Federation
-from fedjax_pfl.core.diagnostics import REPORT_FIGURES
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.partition import PartitionedData
+from fedjax_pfl.report.figures import OWN_FIGURES
 from fedjax_pfl.runs import run_partitions
 from fedjax_pfl.runs.phase import Phase
 from fedjax_pfl.runs.phase_inputs import PhaseInputs
@@ -183,7 +183,7 @@ def _check_observations(phase: Phase, state: Any) -> None:
         label = f"{phase.config.algorithm}: observe returns {name!r}, which"
         if not re.fullmatch("[A-Za-z0-9_]+", name):
             raise UsageError(f"{label} cannot be the name of a file; use letters, digits and _")
-        if name in REPORT_FIGURES:
+        if name in OWN_FIGURES:
             raise UsageError(f"{label} is a figure of every report; choose another name")
 
 

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 import fedjax_pfl
 from fedjax_pfl.core import diagnostics
 from fedjax_pfl.report import page
+from fedjax_pfl.report.figures import OWN_FIGURES
 from fedjax_pfl.runs import run_directory
 from fedjax_pfl.runs.run_state import SweepRun, append_evaluation
 from tests.runs.common import read_metrics
@@ -69,7 +70,9 @@ def test_diagnostics_are_written_and_reported(run):
     report = (run.directory / "report.html").read_text()
     assert html.escape(remark) in report
     assert "<h2>Method</h2>" in report
-    assert (run.directory / "figures" / "diagnostics.png").is_file()
+    figures = {path.stem for path in (run.directory / "figures").iterdir()}
+    assert "diagnostics" in figures
+    assert figures - {*run.observations} <= OWN_FIGURES
 
 
 def test_methods_without_diagnostics():
