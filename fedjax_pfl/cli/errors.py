@@ -3,9 +3,11 @@
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 
 from absl import flags
+from ml_collections.config_flags import config_path
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import interrupt
@@ -74,11 +76,13 @@ def in_one_line(options: flags.FlagValues | None = None) -> Iterator[None]:
         raise UsageError(_last_line(text) if "Traceback" in text else _flag_error(text)) from None
     except Exception as error:  # a configuration file is code and can raise anything
         line, kind = _last_line(str(error)), type(error).__name__
-        if line and isinstance(error, LookupError):
-            line = (
-                f"{kind}: {line}; --config.phases[N].KEY changes only a KEY that this phase has in "
-                "the configuration"
-            )
+        if line and isinstance(error, LookupError):  # the text is only a key or an index
+            line = f"{kind}: {line}"
+            if traceback.extract_tb(error.__traceback__)[-1].filename == config_path.__file__:
+                line += (
+                    "; --config.phases[N].KEY changes only a KEY that this phase has in the "
+                    "configuration"
+                )
         raise UsageError(line or kind) from None
 
 

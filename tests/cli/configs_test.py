@@ -141,6 +141,15 @@ def test_a_file_must_return_a_config_dict(tmp_path):
     assert line.endswith("own.py returns dict; it must return a ConfigDict")
 
 
+@LOADED
+def test_a_missing_key_in_a_file_is_named(tmp_path):
+    def call():
+        with in_one_line():
+            read("baseline", written(tmp_path / "own.py", "{'rounds': 3}['clients']"))
+
+    assert message(call) == "KeyError: 'clients'"
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
