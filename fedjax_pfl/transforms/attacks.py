@@ -48,6 +48,7 @@ from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.core.groups import group_algorithms, has_groups
 from fedjax_pfl.core.setting import Limits, Setting, UsedWith
 from fedjax_pfl.transforms.poisoning import ON_DATA, SEED, poison, triggered
+from fedjax_pfl.transforms.private_layers import kept_layers
 from fedjax_pfl.transforms.wrapping import (
     Selectable,
     Transform,
@@ -286,7 +287,7 @@ def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transfor
         is_attacker,
         value_of("attack"),
         value_of("attack_strength"),
-        private={context.model.head} if value_of("keep_head") else (),
+        private=kept_layers(value_of, context.model),
     )
 
 

@@ -166,9 +166,18 @@ def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transfor
 
     `value_of` returns the value of a setting by its name.
     """
-    if not value_of("keep_head"):
+    layers = kept_layers(value_of, context.model)
+    if not layers:
         return None
-    return private_layers(context.model, context.federation, context.data, {context.model.head})
+    return private_layers(context.model, context.federation, context.data, layers)
+
+
+def kept_layers(value_of: Callable[[str], Any], model: Any) -> set[str]:
+    """Returns the layers that the setting keep_head keeps on each client, none by default.
+
+    `value_of` returns the value of a setting by its name.
+    """
+    return {model.head} if value_of("keep_head") else set()
 
 
 KEEP_HEAD = Selectable(

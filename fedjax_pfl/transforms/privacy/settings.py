@@ -17,6 +17,7 @@ from fedjax_pfl.transforms.privacy.accounting import Sampling
 from fedjax_pfl.transforms.privacy.client_level import client_privacy
 from fedjax_pfl.transforms.privacy.example_level import example_privacy
 from fedjax_pfl.transforms.privacy.local_level import local_privacy
+from fedjax_pfl.transforms.private_layers import kept_layers
 from fedjax_pfl.transforms.wrapping import Selectable, Statement, Transform, TransformContext
 
 _LEVELS = ("client", "example", "local")
@@ -167,7 +168,7 @@ def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transfor
             context.data,
             clip_norm=requested.clip_norm,
             noise_multiplier=requested.noise_multiplier,
-            private={context.model.head} if value_of("keep_head") else (),
+            private=kept_layers(value_of, context.model),
         )
     return client_privacy(
         context.federation,
