@@ -42,26 +42,14 @@ class Deep(nn.Module):
 
     outputs: int = 1
     width: int = 1
+    unit: bool = False  # whether features have length 1, which has no gradient at x = 0
     head = "head"
     layers = ("body", "head")
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False, mask: Any = None) -> jax.Array:
         z = nn.Dense(self.width, use_bias=False, name="body")(x)
-        return nn.Dense(self.outputs, use_bias=False, name="head")(z)
-
-
-class UnitFeatures(nn.Module):
-    """Like `Deep`, with features of length 1, which have no gradient at x = 0."""
-
-    outputs: int = 3
-    head = "head"
-    layers = ("body", "head")
-
-    @nn.compact
-    def __call__(self, x: jax.Array, train: bool = False, mask: Any = None) -> jax.Array:
-        z = nn.Dense(2, use_bias=False, name="body")(x)
-        z /= jnp.linalg.norm(z, axis=-1, keepdims=True)
+        z = z / jnp.linalg.norm(z, axis=-1, keepdims=True) if self.unit else z
         return nn.Dense(self.outputs, use_bias=False, name="head")(z)
 
 

@@ -22,7 +22,7 @@ def test_an_update_is_finite_despite_padding(name: str, settings: dict[str, Any]
     data = data._replace(y=jnp.asarray(linear.Y, jnp.int32))
     federation = federation._replace(outputs=3, task=linear.CLASSES)
     training = local_training.sgd(learning_rate=0.1, batch_size=3, epochs=1)
-    network = linear.UnitFeatures()
+    network = linear.Deep(3, 2, unit=True)
     algorithm = getattr(algorithms, name)(network, training, federation, **settings)
     state = jax.jit(algorithm.init)(KEY)
     payload = algorithm.send(state, context(data))
