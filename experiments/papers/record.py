@@ -112,18 +112,19 @@ def _record_table(
     """Writes curves and picture of a table, updates `cells`, and yields a line for each cell."""
     path = results / f"{name.replace('/', '-')}-full.json"
     curves: Curves = json.loads(path.read_text("utf-8"))["curves"] if path.is_file() else {}
-    for found in cell_runs:
-        place = (name, found.cell.row, found.cell.column)
+    for cell_run in cell_runs:
+        place = (name, cell_run.cell.row, cell_run.cell.column)
         label = "/".join(place[1:])
         old = curves.get(label, {})
         new = {
             str(seed): run
-            for seed, run in found.runs.items()
+            for seed, run in cell_run.runs.items()
             if str(seed) not in old or _end(run) >= old[str(seed)]["round"][-1]
         }
         by_seed = _by_seed(old | {seed: _curve(run) for seed, run in new.items()})
         entry = cells.get(place, {"rounds": 0})
-        if any(measure and measure not in STAGES for measure in table.measures(found.cell.column)):
+        measures = filter(None, table.measures(cell_run.cell.column))
+        if any(measure not in STAGES for measure in measures):
             ends = {seed: curve["round"][-1] for seed, curve in by_seed.items()}
             longest = max(entry["rounds"], *ends.values())
             by_seed = {seed: curve for seed, curve in by_seed.items() if ends[seed] == longest}
@@ -133,7 +134,7 @@ def _record_table(
             continue
         curves[label] = by_seed
         entry = _cell_entry(table, place, by_seed, new, entry)
-        cells[place] = entry | {"published_rounds": found.published_rounds}
+        cells[place] = entry | {"published_rounds": cell_run.published_rounds}
         yield f"{name} {label}: {entry['rounds']} rounds, seeds {', '.join(entry['measured'])}"
     about = (
         f"{table.about}; {table.measured}. Curves are accuracy in per cent, a mean over clients."
@@ -170,8 +171,8 @@ def _cell_entry(
             }
         elif measure:
             values = {seed: round(measure(run), 2) for seed, run in new.items()}
-            kept = old.get(key, {}) if old["rounds"] == rounds else {}
-            entry[key] = _by_seed(kept | values)
+            recorded = old.get(key, {}) if old["rounds"] == rounds else {}
+            entry[key] = _by_seed(recorded | values)
     partitions = {seed: run.config.get("partition_seed", 0) for seed, run in new.items()}
     partitions = old.get("partition_seeds", {}) | partitions
     entry["partition_seeds"] = {seed: partitions[seed] for seed in entry["measured"]}

@@ -167,6 +167,37 @@ def test_one_run_is_recorded_in_all_of_its_cells(tmp_path, results):
     ]
 
 
+def test_only_the_longest_runs_count_if_a_measure_is_known_at_the_end_alone(tmp_path, results):
+    tables = {"pfedla/table3": TABLES["pfedla/table3"]}
+    cell = "pfedla/table3 k=0/cifar10-"
+    write_run(tmp_path / "runs" / "0", "pfedla", 0.8, rounds=(5, 10), seed=0)
+    record.record(tables, tmp_path / "runs", results)
+    write_run(tmp_path / "runs" / "1", "pfedla", 0.8, rounds=(10, 20), seed=1)
+    assert record.record(tables, tmp_path / "runs", results) == [
+        f"{cell}accuracy: 10 rounds, seeds 0, 1",
+        f"{cell}MiB: 20 rounds, seeds 1",
+    ]
+    write_run(tmp_path / "later", "pfedla", 0.8, rounds=(5, 15), seed=0)
+    left_out = f"{cell}MiB: left out, longer runs are recorded"
+    assert record.record(tables, tmp_path / "later", results)[1] == left_out
+
+
+def test_a_longer_seed_continues_as_a_thin_line():
+    stages = {"after": [1.0] * 3}
+    curves = {
+        "local/cifar10-n10": {
+            "0": {"round": [5, 10, 20], "before": [30.0, 60.0, 62.0], **stages},
+            "1": {"round": [5, 10], "before": [40.0, 70.0], "after": [1.0] * 2},
+        }
+    }
+    (axes,) = picture.picture(NAME, TABLE[NAME], curves).axes
+    mean, longer = axes.lines[:2]
+    assert mean.get_xydata().tolist() == [[5, 35], [10, 65]]
+    assert longer.get_xydata().tolist() == [[10, 60], [20, 62]]
+    assert longer.get_linewidth() < mean.get_linewidth()
+    assert longer.get_color() == mean.get_color()
+
+
 def test_picture_has_our_curves_and_the_published_numbers():
     """Lines are means over seeds. Both seeds of Local were evaluated at rounds 5 and 10."""
     curves = {
