@@ -1,11 +1,12 @@
 """Generates the parts of pages that come from the code: python docs/written.py
 
 A page holds <!-- begin MARK ARGUMENT ... -->, the generated text, and <!-- end -->. The marks are
-docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., listing KIND,
-tables, speed FILE, goals FILE ..., profile FILE FILE, rounds FILE RIVAL, libraries FILE,
-accuracies FILE, memory FILE, server FILE, agreed FILE, leaderboard COLUMN, stress, summary,
-privacy, released, correlated, cells TABLE COLUMN,... ROW ..., gaps PAPER,
-lengths TABLE COLUMN ROUNDS ....
+
+    docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., listing KIND, tables;
+    speed FILE, goals FILE ..., profile FILE FILE, rounds FILE RIVAL, libraries FILE;
+    accuracies FILE, memory FILE, server FILE, agreed FILE, leaderboard COLUMN, stress;
+    privacy, released, correlated;
+    summary, cells TABLE COLUMN,... ROW ..., lengths TABLE COLUMN ROUNDS ..., gaps PAPER.
 
 A name that does not exist in the code is an error. A test checks that pages are up to date.
 """
@@ -213,8 +214,8 @@ def agreed(name: str) -> str:
     """Returns how many methods have the same parameters as in other libraries."""
     rows = []
     for key, methods in load(name)["methods"].items():
-        same = sum(result["verdict"] == "same" for result in methods.values())
-        rows.append([rivals.NAMES[key], str(len(methods)), str(same)])
+        agreeing = sum(result["verdict"] == "same" for result in methods.values())
+        rows.append([rivals.NAMES[key], str(len(methods)), str(agreeing)])
     return text_table(["methods compared", "same parameters"], rows)
 
 

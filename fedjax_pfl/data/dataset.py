@@ -290,7 +290,7 @@ def _check_owners(
                 f"{name}: {argument} has a name of {len(owner)} characters that starts with "
                 f"{owner[:40]!r}; use 1 to {_LONGEST_NAME} printable characters"
             )
-    return owners.astype(np.uint64) if are_numbers else owners  # NumPy joins int64 to float64
+    return owners.astype(np.uint64) if are_numbers else owners  # uint64 and int64 join to float64
 
 
 def _check_owner_classes(
