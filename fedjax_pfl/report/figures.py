@@ -26,13 +26,6 @@ from fedjax_pfl.report.numbers import (
 )
 from fedjax_pfl.report.run_reader import Record
 
-# Of every report; no array that `Algorithm.observe` returns can have one of these names.
-OWN_FIGURES = frozenset(
-    (
-        *("answer", "clients", "confusion", "diagnostics", "partition", "traffic", "train_loss"),
-        *("score_bytes", "score_rounds", "score_seconds"),
-    )
-)
 _DIRECTIONS = {"down": "#0072B2", "up": "#E69F00"}
 _STATISTICS = ("mean", "std", "worst10")
 _MAX_LAYERS = 20  # smaller layers share one bar

@@ -20,6 +20,13 @@ CONFIG, METRICS, REPORT = "config.json", "metrics.jsonl", "report.html"
 CLIENTS, TRAFFIC, EXAMPLES = "clients.csv", "traffic.json", "data.json"
 PROVENANCE, CONFUSION = "provenance.json", "confusion.json"
 STAGES = ("before", "after", "validation")
+# Figures of every report; no array that `Algorithm.observe` returns can have one of these names.
+OWN_FIGURES = frozenset(
+    (
+        *("answer", "clients", "confusion", "diagnostics", "partition", "traffic", "train_loss"),
+        *("score_bytes", "score_rounds", "score_seconds"),
+    )
+)
 _MAX_DEPTH = 12  # of nested settings; the library has three levels
 _MAX_NUMBER = 10**30  # a float can hold it
 _TEXT_COLUMNS = {"owner"}  # of clients.csv

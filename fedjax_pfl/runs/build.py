@@ -17,7 +17,7 @@ from fedjax_pfl.core import groups
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.partition import PartitionedData
-from fedjax_pfl.report.figures import OWN_FIGURES
+from fedjax_pfl.report.run_reader import OWN_FIGURES
 from fedjax_pfl.runs import run_partitions
 from fedjax_pfl.runs.phase import Phase
 from fedjax_pfl.runs.phase_inputs import PhaseInputs

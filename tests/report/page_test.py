@@ -12,9 +12,8 @@ from matplotlib.figure import Figure
 
 from fedjax_pfl.report import page as report
 from fedjax_pfl.report import references, run_reader
-from fedjax_pfl.report.figures import OWN_FIGURES
 from fedjax_pfl.report.numbers import format_bytes
-from fedjax_pfl.report.run_reader import Run
+from fedjax_pfl.report.run_reader import OWN_FIGURES, Run
 from tests.report.comparison_test import settings, write_run
 
 pytestmark = pytest.mark.slow("pages of whole runs")

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 import fedjax_pfl
 from fedjax_pfl.core import diagnostics
 from fedjax_pfl.report import page
-from fedjax_pfl.report.figures import OWN_FIGURES
+from fedjax_pfl.report.run_reader import OWN_FIGURES
 from fedjax_pfl.runs import run_directory
 from fedjax_pfl.runs.run_state import SweepRun, append_evaluation
 from tests.runs.common import read_metrics
