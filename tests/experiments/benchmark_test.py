@@ -24,6 +24,7 @@ from tests.experiments.turns_test import item
 
 NO_TORCH = "NOT TESTED: PyTorch is not installed, so the PyTorch loop cannot run"
 TINY = Work("MLP, tiny", network="mlp", clients=3, cohort=2, examples=8, epochs=2, batch=4)
+SLOW = pytest.mark.slow("the benchmark's programs")
 
 # Costs of a step, and use of the machine by other processes.
 
@@ -285,7 +286,7 @@ def test_command_with_an_unknown_workload():
     assert process.stderr.splitlines()[-1].startswith("error: --work has 'nothing'; there are ")
 
 
-@pytest.mark.slow("the benchmark's programs")
+@SLOW
 def test_results_of_a_workload_with_an_unavailable_rival(monkeypatch, capsys, tmp_path):
     """The counts are those of the settings, and the report has the reason of the missing rival."""
     monkeypatch.setattr(work, "peak", lambda: 1e9)
@@ -315,13 +316,13 @@ def test_results_of_a_workload_with_an_unavailable_rival(monkeypatch, capsys, tm
 @pytest.fixture
 def steps(monkeypatch):
     """Records the rows and the mask of every gradient step that a compiled program takes."""
-    batches, take = [], local_training.take
+    batches, take_to_train = [], local_training.take_to_train
 
     def recording_take(data, rows, mask):
         jax.debug.callback(lambda *batch: batches.append(batch), rows, mask)
-        return take(data, rows, mask)
+        return take_to_train(data, rows, mask)
 
-    monkeypatch.setattr(local_training, "take", recording_take)
+    monkeypatch.setattr(local_training, "take_to_train", recording_take)
     return batches
 
 
@@ -339,9 +340,13 @@ HYPER = Work(
 )
 
 
-@pytest.mark.slow("the benchmark's programs")
 @pytest.mark.parametrize(
-    "tiny", [TINY, HYPER, TINY._replace(seeds=2)], ids=["epochs", "steps", "seeds"]
+    "tiny",
+    [
+        pytest.param(TINY, id="epochs"),
+        pytest.param(HYPER, id="steps", marks=SLOW),
+        pytest.param(TINY._replace(seeds=2), id="seeds", marks=SLOW),
+    ],
 )
 def test_our_runs_do_the_declared_steps(tiny, steps):
     """Counts the gradient steps and their examples at run time; each turn runs further rounds."""
