@@ -14,6 +14,8 @@ correct the bias. If no client returns an update, nothing changes.
 
 Deviations: the mean is the method's own, weighted by examples in FedAvg. BatchNorm statistics are
 averaged, because they are no parameters. The paper only requires the first v to be at least τ².
+
+Moments of bfloat16 parameters are float32: with 8 bits, v + (1 − β2) Δ² would often equal v.
 """
 
 from collections.abc import Callable
@@ -95,22 +97,32 @@ def server_optimizer(data: FederatedData, optimizer: optax.GradientTransformatio
         check_single_model("server_optimizer", algorithm, data)
 
         def first(server: PyTree) -> Server:
-            return Server(server, optimizer.init(without_records(server)["params"]))
+            params = without_records(server)["params"]
+            return Server(server, optimizer.init(_at_least_float32(params)))
 
         def receive(record: Server, state: State, cohort: Cohort) -> tuple[Server, PyTree]:
             # Inner transforms, such as adaptive clipping, may keep records around the model.
             inner, rows = algorithm.receive(state, cohort)
             mean, old = without_records(inner), without_records(state.server)["params"]
-            delta = jax.tree.map(jnp.subtract, mean["params"], old)
+            wide_mean, wide_old = _at_least_float32((mean["params"], old))
+            delta = jax.tree.map(jnp.subtract, wide_mean, wide_old)
             gradient = jax.tree.map(jnp.negative, delta)
-            steps, optimizer_state = optimizer.update(gradient, record.optimizer, old)
-            new = jax.tree.map(_apply_step, old, steps, delta, mean["params"])
+            steps, optimizer_state = optimizer.update(gradient, record.optimizer, wide_old)
+            wide_new = jax.tree.map(_apply_step, wide_old, steps, delta, wide_mean)
+            new = jax.tree.map(lambda wide, old: wide.astype(old.dtype), wide_new, old)
             server = with_method_state(inner, {**mean, "params": new})
             return Server(server, optimizer_state), rows
 
         return with_server_state(algorithm, Server, first, receive)
 
     return transform
+
+
+def _at_least_float32(tree: PyTree) -> PyTree:
+    """Returns the tree with bfloat16 and float16 leaves as float32."""
+    return jax.tree.map(
+        lambda x: x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x, tree
+    )
 
 
 def _apply_step(old: jax.Array, step: jax.Array, delta: jax.Array, mean: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """Tests of server optimisers against the paper, against optax, and for each method."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import chex
@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from fedjax_pfl import transforms
+from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, ClientResult, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import by_group
@@ -28,13 +29,13 @@ W = np.float32([[0.3, -2.0, 0.7], [1.1, 0.0, -0.4]])
 CHANGES = np.random.default_rng(0).normal(size=(3, 3, 2, 3)).astype(np.float32)
 
 
-def toy() -> Algorithm:
-    """Returns FedAvg of one array and one statistic."""
+def toy(w: Any = W) -> Algorithm:
+    """Returns FedAvg of the array `w` and one statistic."""
 
     def train(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
         return ClientResult(payload, payload, client, {"loss": jnp.zeros(())})
 
-    first = {"params": {"w": jnp.asarray(W)}, "batch_stats": {"s": jnp.float32(1)}}
+    first = {"params": {"w": jnp.asarray(w)}, "batch_stats": {"s": jnp.float32(1)}}
     return Algorithm(
         init=lambda key, start=None: State(first if start is None else start.server, (), ()),
         send=lambda state, ctx: state.server,
@@ -133,6 +134,30 @@ def test_sgd_of_rate_one_is_the_mean_bit_for_bit(optimizer: Any):
     history, means, _ = rounds(optimizer)
     for w, mean in zip(history, means, strict=True):
         assert w.tobytes() == mean.tobytes()
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_bfloat16_parameters_get_the_rounded_step_of_float32(name: str):
+    """The rate is traced, as in a sweep. Multiples of 1/8 are the same in both dtypes."""
+    old, upload = np.round(W * 8) / 8, np.round((W + CHANGES[0, 0]) * 8) / 8
+
+    @partial(jax.jit, static_argnums=0)
+    def new_server(dtype: Any, rate: jax.Array) -> Any:
+        optimizer = builtin(name, server_learning_rate=rate)
+        algorithm = server_optimizer(DATA, optimizer)(toy(jnp.asarray(old, dtype)))
+        state, ids = algorithm.init(KEY), jnp.arange(1)
+        payload = algorithm.send(state, ClientContext(0, None, 0, KEY))
+        uploads = {**payload, "params": {"w": jnp.asarray(upload, dtype)}}
+        payloads, uploads = trees.repeat(payload, 1), trees.repeat(uploads, 1)
+        cohort = tiny.cohort(tiny.TRAIN, ids, ids >= 0, payloads, uploads, 0)
+        return algorithm.receive(state._replace(clients=()), cohort)[0]
+
+    wide, narrow = (new_server(t, jnp.float32(0.3)) for t in (jnp.float32, jnp.bfloat16))
+    chex.assert_trees_all_equal(narrow.optimizer, wide.optimizer)
+    w, expected = narrow.method["params"]["w"], wide.method["params"]["w"].astype(jnp.bfloat16)
+    assert w.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(w, expected)
+    assert not np.array_equal(w, old)
 
 
 SUPPORTED = {
