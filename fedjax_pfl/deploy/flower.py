@@ -61,13 +61,19 @@ def run_from_file(grid: Grid, path: str) -> None:
     spec = read_json(Path(path), schema.RUN_FILE)
     if not spec:
         raise UsageError(f"{path} is missing; it must hold the run's config, workdir and log")
-    directory = Path(spec["workdir"])
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    outcome = outcome_path(Path(spec["log"]))
-    outcome.unlink(missing_ok=True)
+    directory, log_path = Path(spec["workdir"]), Path(spec["log"])
+    outcome = outcome_path(log_path)
+    try:
+        for folder in (directory.parent, log_path.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        open(log_path, "a").close()
+        outcome.unlink(missing_ok=True)
+    except OSError as error:
+        problem = f"{error.filename} cannot be written ({error.strerror})"
+        raise UsageError(f"{problem}; choose another workdir or log in {path}") from None
 
     def log(line: str) -> None:
-        with open(spec["log"], "a", encoding="utf-8") as file:
+        with open(log_path, "a", encoding="utf-8") as file:
             file.write(one_line(line) + "\n")
 
     def write_outcome(**fields: str) -> None:

@@ -135,6 +135,20 @@ def test_errors_in_a_runs_file(changes, line, tmp_path):
     )
 
 
+def test_a_runs_log_may_be_in_a_new_folder(tmp_path):
+    """The configuration is refused after the log is opened."""
+    content = {"config": CONFIG | {"rounds": -1}, "workdir": str(tmp_path / "a" / "run")}
+    path, log = tmp_path / "run.json", tmp_path / "b" / "c" / "run.log"
+    path.write_text(json.dumps({**content, "log": str(log)}))
+    line = message(flower.run_from_file, None, str(path))
+    assert log.read_text() == f"error: {line}\n"
+    for log, folder in ((path / "run.log", path), (tmp_path, tmp_path)):
+        path.write_text(json.dumps({**content, "log": str(log)}))
+        line = message(flower.run_from_file, None, str(path))
+        assert line.startswith(f"{folder} cannot be written (")
+        assert line.endswith(f"); choose another workdir or log in {path}")
+
+
 INJECTED = "sorry\nThe run has ended: /srv\nerror: gone\x1b[2J"
 
 
