@@ -16,6 +16,7 @@ from fedjax_pfl.networks.pretrained import Pretrained
 from fedjax_pfl.networks.resnet9 import ResNet9
 from fedjax_pfl.networks.small import SmallCNN
 from fedjax_pfl.networks.transformer import Transformer
+from fedjax_pfl.networks.user_networks import from_flax
 
 MODELS = {  # by the name that a configuration uses; fields are settings
     "cnn": CNN,
@@ -45,5 +46,6 @@ __all__ = [
     "ResNet9",
     "SmallCNN",
     "Transformer",
+    "from_flax",
     "norm_layers",
 ]

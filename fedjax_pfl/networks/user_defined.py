@@ -1,9 +1,10 @@
 """User-defined networks: Flax linen or NNX modules with the interface of built-in networks.
 
 Built-in networks are called (x, train, mask). A user's module is called with x and those of train,
-training, deterministic and so on that it has. Its BatchNorm layers get the mask of the batch, and
-it has random numbers in training. Layers are in the order of their calls and the head is the last,
-unless the module has attributes `layers`, a tuple of names, or `head`, a name.
+training, deterministic and so on that it has. If its arguments are x, train and mask, it also gets
+the mask. Its BatchNorm layers get the mask of the batch, and it has random numbers in training.
+Layers are in the order of their calls and the head is the last, unless the module has attributes
+`layers`, a tuple of names, or `head`, a name.
 """
 
 import abc
@@ -20,6 +21,7 @@ import numpy as np
 from flax.core import meta, unfreeze
 
 from fedjax_pfl.core import trees
+from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.networks import tracing
 from fedjax_pfl.networks.lowerings.conv import lowering
@@ -106,6 +108,11 @@ class UserNetwork(abc.ABC):
     def _example(self) -> jax.Array:
         return jnp.zeros((2, *self.input_shape), self.input_dtype)
 
+    def _mask(self, mask: jax.Array | None) -> dict[str, jax.Array | None]:
+        """Returns the mask as an argument if the module is called like a built-in network."""
+        accepted = list(inspect.signature(self.module.__call__).parameters)
+        return {"mask": mask} if accepted == ["x", "train", "mask"] else {}
+
     def _flags(self, train: bool) -> dict[str, bool]:
         """Returns the flags, such as train or deterministic, that the module's call accepts."""
         accepted = inspect.signature(self.module.__call__).parameters
@@ -162,7 +169,7 @@ class LinenNetwork(UserNetwork):
         keys = rngs and {**rngs, "params": jax.random.fold_in(rngs["dropout"], 2)}
         with nn.intercept_methods(intercept):
             return self.definition.apply(
-                variables, x, rngs=keys, mutable=mutable, **self._flags(train)
+                variables, x, rngs=keys, mutable=mutable, **self._flags(train), **self._mask(mask)
             )
 
 
@@ -238,6 +245,20 @@ def check_network(name: str, model: Any, x: Any) -> Any:
                 "in place, without another shape or type"
             )
     return evaluated
+
+
+def check_output_shape(name: str, outputs: Any, federation: Federation) -> None:
+    """Raises UsageError if outputs for two examples do not suit the task of the federation.
+
+    `outputs` is what `check_network` returns for the network `name`.
+    """
+    expected = (2, *federation.positions, federation.outputs)
+    if getattr(outputs, "shape", None) != expected:
+        unit = "each position and class" if federation.positions else "each class, label or target"
+        raise UsageError(
+            f"{name} gives {list(getattr(outputs, 'shape', []))} for 2 examples, and their "
+            f"task needs {list(expected)}, an output for {unit}"
+        )
 
 
 def check_tokens(model: Any, x: np.ndarray) -> tuple[int, int] | None:

@@ -21,7 +21,12 @@ from fedjax_pfl.core.shape_check import check_shapes
 from fedjax_pfl.data.checks import describe_holder
 from fedjax_pfl.networks.pretrained import Pretrained
 from fedjax_pfl.networks.torch_weights import from_torch
-from fedjax_pfl.networks.user_defined import UserNetwork, check_network, check_tokens
+from fedjax_pfl.networks.user_defined import (
+    UserNetwork,
+    check_network,
+    check_output_shape,
+    check_tokens,
+)
 from fedjax_pfl.networks.zero_head import ZeroHead
 from fedjax_pfl.runs import run_partitions
 from fedjax_pfl.runs.sweep_settings import setting_values
@@ -298,13 +303,7 @@ def make_network(inputs: PhaseInputs, config: ConfigDict, conv: str) -> Any:
         fitting = _fitting_networks(federation)
         hint = "" if config.model in fitting else f"; use {' or '.join(fitting)}"
         raise UsageError(f"{label} does not suit examples {shape}: {line}{hint}") from error
-    expected = (2, *federation.positions, federation.outputs)
-    if getattr(outputs, "shape", None) != expected:
-        unit = "each position and class" if federation.positions else "each class, label or target"
-        raise UsageError(
-            f"{config.model} gives {list(getattr(outputs, 'shape', []))} for 2 examples, and their "
-            f"task needs {list(expected)}, an output for {unit}"
-        )
+    check_output_shape(config.model, outputs, federation)
     if dtype == "int32":
         _check_vocabulary(inputs, config.model, model)
     if path := inputs.configs[0].initial_weights:

@@ -17,9 +17,9 @@ from fedjax_pfl.core import optimizers
 from fedjax_pfl.core.errors import UsageError, first_line, require
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.numbers import row_chunks
+from fedjax_pfl.networks.user_networks import is_plain, object_name, user_network
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.configuration import BUILTINS, Registry
-from fedjax_pfl.settings.user_networks import is_plain, object_name, user_network
 
 Factory = Callable[..., Any]
 _EXAMPLE_NAMES = {"algorithm": "fedavg", "task": "classification"}

@@ -2,7 +2,6 @@
 
 import inspect
 
-import flax.linen as nn
 import pytest
 
 import fedjax_pfl as pfl
@@ -27,14 +26,6 @@ class TorchLike:
         raise AssertionError
 
 
-class Plain(nn.Module):
-    """A network without `train` and `mask`."""
-
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(2)(x)
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_factories(name):
     factory, (_, federation) = getattr(pfl, name), tiny.federated()
@@ -45,7 +36,6 @@ def test_factories(name):
     assert factory.__doc__
     assert "arguments_test.TorchLike; docs/" in wrong(factory, TorchLike(), TRAINING, federation)
     assert "class TinyNetwork; call" in wrong(factory, tiny.Net, TRAINING, federation)
-    assert "not take train and mask" in wrong(factory, Plain(), TRAINING, federation)
     assert "give data.federation" in wrong(factory, tiny.Net(), TRAINING, tiny)
     assert "local_sgd(" in wrong(factory, tiny.Net(), None, federation)
     assert wrong(factory, tiny.Net(), TRAINING) == f"{name} needs federation"

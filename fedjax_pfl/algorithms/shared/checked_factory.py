@@ -11,21 +11,21 @@ from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.core.arguments import check_arguments
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.local_training import Training
-
-_GUIDE = "docs/your_model.md shows how to write one"
+from fedjax_pfl.networks.user_networks import from_flax, is_nnx, is_nnx_class
 
 
 def checked_factory(factory: Callable[..., Algorithm]) -> Callable[..., Algorithm]:
-    """Returns a factory with the same signature that raises UsageError for wrong arguments."""
+    """Returns a factory with the same signature that raises UsageError for wrong arguments.
+
+    It also gives a user's network the form of the built-in ones.
+    """
 
     signature = inspect.signature(factory)
 
     @functools.wraps(factory)
     def create(*arguments: Any, **keywords: Any) -> Algorithm:
-        name, values = factory.__name__, signature.bind(*arguments, **keywords).arguments
-        model, training, federation = list(values.values())[:3]
-        for network in model if isinstance(model, tuple) else (model,):
-            _check_model(name, network)
+        name, bound = factory.__name__, signature.bind(*arguments, **keywords)
+        (argument, model), (_, training), (_, federation) = list(bound.arguments.items())[:3]
         if not isinstance(training, Training):
             raise UsageError(
                 f"{name} takes a Training as its second argument, got {type(training).__name__}; "
@@ -36,25 +36,34 @@ def checked_factory(factory: Callable[..., Algorithm]) -> Callable[..., Algorith
                 f"{name} takes a Federation as its third argument, got "
                 f"{type(federation).__name__}; give data.federation, with data = partition(...)"
             )
-        return factory(*arguments, **keywords)
+        networks = [
+            _network(name, network, federation)
+            for network in (model if isinstance(model, tuple) else (model,))
+        ]
+        bound.arguments[argument] = tuple(networks) if isinstance(model, tuple) else networks[0]
+        return factory(*bound.args, **bound.kwargs)
 
     return check_arguments(create)
 
 
-def _check_model(name: str, model: Any) -> None:
-    """Raises UsageError if `model` is no network. `name` is the method's, for the message."""
-    if isinstance(model, type):
-        raise UsageError(f"{name} takes a network, got the class {model.__name__}; call it first")
+def _network(name: str, model: Any, federation: Federation) -> Any:
+    """Returns the model, in the form of the built-in networks if it is a user's.
+
+    `name` is the method's, for messages. Raises UsageError if it is no network.
+    """
     kind = type(model)
-    if not (hasattr(model, "apply") and hasattr(model, "init")):
-        raise UsageError(
-            f"{name} takes a Flax linen module as its model, got {kind.__module__}."
-            f"{kind.__qualname__}; {_GUIDE}"
-        )
-    accepted = inspect.signature(kind.__call__).parameters
-    missing = [argument for argument in ("train", "mask") if argument not in accepted]
-    if isinstance(model, nn.Module) and missing:
-        raise UsageError(
-            f"{name} calls its model as (x, train=False, mask=None), and {kind.__name__} does not "
-            f"take {' and '.join(missing)}; {_GUIDE}"
-        )
+    if isinstance(model, nn.Module):
+        accepted = inspect.signature(kind.__call__).parameters
+        has_names = hasattr(model, "layers") and hasattr(model, "head")
+        like_builtin = {"train", "mask"} <= set(accepted) and has_names
+        return model if like_builtin else from_flax(model, federation)
+    if hasattr(kind, "apply") and hasattr(kind, "init"):
+        return model  # an adapted network
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise UsageError(f"{name} takes a network, got the class {model.__name__}; call it first")
+    if is_nnx(model) or inspect.isfunction(model) or is_nnx_class(model):
+        return from_flax(model, federation)
+    raise UsageError(
+        f"{name} takes a Flax module as its model, got {kind.__module__}.{kind.__qualname__}; "
+        "docs/your_model.md shows how to write one"
+    )

@@ -13,9 +13,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
+import jax
 
-from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.networks.user_defined import LinenNetwork, UserNetwork
+from fedjax_pfl.core.algorithm import Federation
+from fedjax_pfl.core.errors import UsageError, first_line
+from fedjax_pfl.networks.user_defined import (
+    LinenNetwork,
+    UserNetwork,
+    check_network,
+    check_output_shape,
+)
 
 _PASSED = ("parent", "name", "outputs", "rngs", "self")  # arguments that are no settings
 
@@ -32,6 +39,35 @@ def object_name(component: Any) -> str:
     return str(getattr(component, "__name__", "") or type(component).__name__)
 
 
+def from_flax(network: Any, federation: Federation) -> UserNetwork:
+    """Returns a network of your own in the form of the built-in ones.
+
+    The methods' factories call it for a network that is none of the library's. Call it yourself to
+    get a network with `apply(variables, x)` for an NNX module.
+
+    Args:
+      network: A linen module, the class of an NNX module, or a function that creates a module.
+      federation: Clients whose examples the network is checked with.
+
+    Raises:
+      UsageError: If the network cannot be trained on such examples.
+    """
+    name, shape = object_name(network), federation.input_shape
+    try:
+        created = user_network(name, network, digest="")(outputs=federation.outputs)
+        adapted = dataclasses.replace(
+            created, input_shape=shape, input_dtype=federation.input_dtype
+        )
+        outputs = check_network(name, adapted, jax.eval_shape(lambda: federation.examples(2)))
+    except UsageError:
+        raise
+    except Exception as error:  # Flax raises any type if an input does not suit a layer
+        hint = "; an NNX module has Dropout(..., rngs=rngs)" if "rngs" in first_line(error) else ""
+        raise UsageError(f"{name} fails for examples {shape}: {first_line(error)}{hint}") from error
+    check_output_shape(name, outputs, federation)
+    return adapted
+
+
 def user_network(name: str, network: Any, digest: str) -> Callable[..., UserNetwork]:
     """Returns a factory (*, outputs, **settings) -> UserNetwork.
 
@@ -40,7 +76,7 @@ def user_network(name: str, network: Any, digest: str) -> Callable[..., UserNetw
     network records `digest`, that of its code, as a setting. Raises UsageError for a network with
     parameters, and for one of PyTorch.
     """
-    if _is_nnx(network):
+    if is_nnx(network):
         raise UsageError(
             f"model={name} is an NNX module that has parameters already; pass its class, or a "
             "function of rngs that creates it"
@@ -63,7 +99,7 @@ def user_network(name: str, network: Any, digest: str) -> Callable[..., UserNetw
         arguments = settings | ({"outputs": outputs} if "outputs" in accepted else {})
         if isinstance(network, nn.Module):
             return LinenNetwork(name, facts, network.clone(**settings))
-        if "rngs" in accepted or _is_nnx_class(network):
+        if "rngs" in accepted or is_nnx_class(network):
             from flax import nnx
 
             from fedjax_pfl.networks.user_defined_nnx import NnxNetwork
@@ -94,13 +130,13 @@ def _is_torch(network: Any) -> bool:
     return any(base.__module__.partition(".")[0] == "torch" for base in classes)
 
 
-def _is_nnx(value: Any) -> bool:
+def is_nnx(value: Any) -> bool:
     """Returns True for an NNX module, without importing NNX, which is slow."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(value, nnx.Module)
 
 
-def _is_nnx_class(value: Any) -> bool:
+def is_nnx_class(value: Any) -> bool:
     """Returns True for the class of an NNX module, without importing NNX."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and inspect.isclass(value) and issubclass(value, nnx.Module)
@@ -110,7 +146,7 @@ def _check_module(name: str, module: Any, kind: type) -> Any:
     """Returns `module`; raises UsageError, with the network's `name`, if it is of another kind."""
     if isinstance(module, kind):
         return module
-    if _is_nnx(module):
+    if is_nnx(module):
         raise UsageError(f"{name} returns an NNX module; give it an argument rngs, an nnx.Rngs")
     raise UsageError(f"{name} must return a linen or NNX module, got {type(module).__name__}")
 

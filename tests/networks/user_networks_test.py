@@ -1,0 +1,64 @@
+"""Tests of users' networks in the training loop."""
+
+import chex
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import fedjax_pfl as pfl
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.networks.normalisation import BatchNorm
+from tests import tiny
+from tests.networks.user_defined_test import KEY, Unordered, X, train_step
+
+
+class Masked(nn.Module):
+    """A network with the arguments of the built-in ones, but without names of its layers."""
+
+    @nn.compact
+    def __call__(self, x, train=False, mask=None):
+        return BatchNorm()(nn.Dense(3)(x), train, mask)
+
+
+class ModernNet(nnx.Module):
+    def __init__(self, outputs, *, rngs):
+        self.body, self.a = nnx.Linear(5, 8, rngs=rngs), nnx.Linear(8, outputs, rngs=rngs)
+
+    def __call__(self, x):
+        return self.a(nnx.relu(self.body(x)))
+
+
+@pytest.mark.parametrize("net", [Unordered(), Masked(), ModernNet])
+def test_the_loop_trains_networks_of_ones_own(net):
+    """Their personal models, applied to the test examples, have the evaluation's accuracy."""
+    data, federation = tiny.federated()
+    partitioned = pfl.PartitionedData(data, federation)
+    method = pfl.fedper(net, pfl.local_sgd(0.1, epochs=1), federation)
+    simulation = pfl.Simulation(method, partitioned)
+    state, _ = simulation.run_round(simulation.init(), 0)
+    accuracy = simulation.evaluate(state, 1).before.accuracy
+    network = pfl.networks.from_flax(net, federation)
+    for i in range(2):
+        rows = data.test.rows[i][: data.test.size[i]]
+        outputs = network.apply(simulation.personal_model(state, i), data.x[rows])
+        np.testing.assert_allclose((outputs.argmax(-1) == data.y[rows]).mean(), accuracy[i])
+
+
+def test_a_network_like_the_built_in_ones_gets_the_mask():
+    network = pfl.networks.from_flax(Masked(), tiny.federated()[1])
+    variables, mask = network.init(KEY, X), jnp.arange(7) < 4
+    with_padding = train_step(network, variables, X, mask)
+    without = train_step(network, variables, X[:4], None)
+    chex.assert_trees_all_close(with_padding[1], without[1], rtol=1e-6)
+
+
+def test_networks_that_do_not_fit_the_examples():
+    federation = tiny.federated()[1]
+    for net, line in (
+        (Unordered(4), r"Unordered gives \[2, 4\] for 2 examples, and their task needs \[2, 3\]"),
+        (nn.Conv(3, (3, 3)), r"Conv fails for examples \(5,\): "),
+    ):
+        with pytest.raises(UsageError, match=line):
+            pfl.fedavg(net, pfl.local_sgd(), federation)
