@@ -90,8 +90,21 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
 
+def check_not_used_up(state: Any) -> None:
+    """Raises UsageError for a state that `Simulation.run_round` has used up.
+
+    XLA reuses the memory of its arrays; a call with such arrays can crash the process.
+    """
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+        raise UsageError(
+            "this state was used up by run_round, which reuses its memory; use the state that "
+            "run_round returned, or keep a copy before it: jax.device_get(state)"
+        )
+
+
 def _to_arrays(tree: Any) -> Any:
     """Returns a state of any store with arrays [N, ...] of all clients; other trees unchanged."""
+    check_not_used_up(tree)
     return stores.to_arrays(tree) if isinstance(tree, State) else tree
 
 

@@ -32,6 +32,7 @@ from fedjax_pfl.simulation.on_device import DeviceProgram
 from fedjax_pfl.simulation.programs import OFF_DEVICE, STORES, make_program
 from fedjax_pfl.simulation.rounds import round_functions
 from fedjax_pfl.simulation.sampling import SAMPLINGS
+from fedjax_pfl.simulation.saving import check_not_used_up
 from fedjax_pfl.simulation.speeds import method_speeds
 from fedjax_pfl.simulation.stores import ClientStore, to_arrays
 from fedjax_pfl.simulation.streamed import StreamedProgram
@@ -176,12 +177,15 @@ class Simulation:
         return self._program(1).init(start and self._from_any_store(start))
 
     def run_round(self, state: State, t: int) -> tuple[State, RoundLog]:
-        """Runs round `t`. The arrays of the state that is passed in are used up."""
+        """Runs round `t` and uses up `state`; `jax.device_get(state)` is a copy that stays."""
         state, logs = self.run_rounds(state, t, 1)
         return state, logs[0]
 
     def run_rounds(self, state: State, t: int, n: int) -> tuple[State, list[RoundLog]]:
-        """Runs rounds t to t + n - 1 in one compiled call. Returns one log per round."""
+        """Runs rounds t to t + n - 1 in one compiled call. Returns one log per round.
+
+        Uses up `state`, as `run_round` does.
+        """
         if n < 1:
             raise UsageError(f"n must be at least 1, got {n}")
         program = self._program(n)
@@ -212,6 +216,7 @@ class Simulation:
             raise UsageError(f"personal_model needs store='device', and store is {self._store!r}")
         if not 0 <= client < self.federation.clients:
             raise UsageError(f"client is {client}; choose 0 to {self.federation.clients - 1}")
+        check_not_used_up(state)
         has_groups = isinstance(self.method.send, tuple)
         group = int(self.federation.groups[client]) if has_groups else 0
         client_states = state.clients[group] if has_groups else state.clients
@@ -226,6 +231,7 @@ class Simulation:
 
     def _from_any_store(self, state: State) -> State:
         """Returns a state of a simulation with any store in a form that this store accepts."""
+        check_not_used_up(state)
         if isinstance(state.clients, ClientStore):
             return state if self._store in OFF_DEVICE else to_arrays(state)
         return state if self._store == "sharded" else to_arrays(state)

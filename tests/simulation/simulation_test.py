@@ -140,6 +140,30 @@ def test_a_state_may_be_changed_between_rounds(method, data):
     assert not np.any(state.server["params"]["fc1"]["bias"] == np.float32(0.01))
 
 
+@pytest.mark.parametrize("store", ["device", "host"])
+def test_a_state_that_a_round_has_used_up_is_refused(store, method, data, tmp_path):
+    """A copy stays."""
+    loop = simulation(method, data, store=store)
+    state, copied = loop.init(), loop.init()
+    copy = jax.device_get(copied)
+    new, log = loop.run_round(state, 0)
+    loop.run_round(copied, 0)
+    calls = [
+        (loop.run_round, state, 1),
+        (loop.evaluate, state, 1),
+        (loop.observe, state),
+        (loop.init, state),
+        (pfl.save, tmp_path / "state.npz", state),
+    ]
+    if store == "device":
+        calls.append((loop.personal_model, state, 0))
+        again, again_log = loop.run_round(copy, 0)
+        assert_equal((again, again_log.loss), (new, log.loss))
+    for function, *arguments in calls:
+        assert "was used up by run_round" in message(function, *arguments)
+    loop.evaluate(new, 1)
+
+
 def test_rounds_of_two_states_may_alternate(method, data):
     """A store that fetches the next cohort must not take it from the other state."""
     losses = {}
