@@ -6,6 +6,7 @@ from pathlib import Path
 import chex
 import jax
 import numpy as np
+import pytest
 
 import fedjax_pfl as pfl
 from fedjax_pfl.core import tensor_file
@@ -92,3 +93,6 @@ def test_the_ported_method_is_fedper():
         state, logs = simulation.run_rounds(simulation.init(), 0, 2)
         states.append((state.server, simulation.personal_model(state, 1), logs[0].bytes_up))
     chex.assert_trees_all_equal(*states)
+    pfl.testing.check(own, training=pfl.local_sgd(0.1, epochs=1), tell=lambda line: None)
+    with pytest.raises(AssertionError, match="keep_optimizer is set, and the method does not"):
+        pfl.testing.check(own, tell=lambda line: None)

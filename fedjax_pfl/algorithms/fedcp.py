@@ -15,6 +15,7 @@ Deviations: the authors' code adds Gumbel noise to a in training and evaluation;
 no noise. v_i of the first round is that of ω; in the authors' code it is random. The downloaded φ
 computes its features in evaluation mode. Clients that are not sampled are evaluated with the newest
 ω and Θ; the authors' code uses the ones from their last round. BatchNorm statistics are averaged.
+With `privacy=example` MMD compares the features of one example.
 """
 
 import dataclasses

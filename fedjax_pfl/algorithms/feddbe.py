@@ -13,7 +13,7 @@ The first round only finds C: clients train with b_i = 0 and without the penalty
 
 Deviations: in the paper all clients take part in the first round; here it is a cohort as in other
 rounds. κ multiplies half of the mean square, as in the authors' code. θ_i and b_i are clipped
-separately.
+separately. With compressed uploads C is the mean of compressed means.
 """
 
 import dataclasses
@@ -152,7 +152,9 @@ def feddbe(
         new, model_state, momentum, metrics = local_training.fit(
             separate, gradient, params, start, client.momentum, ctx
         )
-        upload = {"params": new["model"], **model_state}
+        # Once C is known the server ignores this mean; as sent it must not fill a clipping norm.
+        mean = jnp.where(payload["known"], payload["mean"], model_state["mean"])
+        upload = {"params": new["model"], **model_state, "mean": mean}
         return ClientResult(
             upload=upload,
             variables={**_without(upload, "mean"), "feature_bias": new["bias"]},

@@ -9,7 +9,8 @@ has its own body φ_i, of any architecture; all have the same linear head H:
 A client is served (φ_i, H).
 
 Deviations: the loss ℓ is the cross-entropy. The server takes clients in the order of their numbers,
-the authors' code in a random one; PFLlib's shuffles the means of all clients into batches.
+the authors' code in a random one; PFLlib's shuffles the means of all clients into batches. A client
+uploads a row for every class, zeros for those that it lacks, and the traffic counts them.
 """
 
 from typing import Any
@@ -108,7 +109,7 @@ def fedgh(
             statistics = class_features(with_features, variables, ctx.data, classes)
             _, body = trees.split(variables, {model.head})
             return ClientResult(
-                upload={"means": statistics.means, "counts": statistics.counts},
+                upload={"means": statistics.means, "counts": statistics.counts.astype(jnp.int32)},
                 variables=variables,
                 client=LocalClient(body, momentum),
                 metrics=metrics,

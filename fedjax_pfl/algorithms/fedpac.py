@@ -146,7 +146,7 @@ def fedpac(
         after = class_features(with_features, variables, data, classes)
         statistics = {
             "prototypes": after.means,
-            "counts": after.counts,
+            "counts": after.counts.astype(jnp.int32),
             "h": h,
             "variance": variance,
         }
@@ -160,7 +160,9 @@ def fedpac(
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         uploads, old = cohort.present(cohort.uploads), state.server
         heads, bodies = parts(uploads)
-        a = mixtures(uploads["h"], uploads["variance"], cohort.arrived)
+        has_examples = cohort.arrived & (cohort.weights > 0)  # else its variance is unknown
+        a = mixtures(uploads["h"], uploads["variance"], has_examples)
+        a = jnp.where(jnp.any(has_examples), a, jnp.eye(len(a)))
         mixed = jax.tree.map(lambda leaf: jnp.tensordot(a, leaf, 1, precision="highest"), heads)
         body = cohort.mean(bodies, parts(old)[1])
         return {**body, **average_prototypes(old, uploads)}, cohort.put(state.rows, mixed)

@@ -16,7 +16,8 @@ code. All clients of a network start equal; on MNIST and FEMNIST in the authors'
 random. The trained model computes prototypes in evaluation mode; their code averages features
 during the last epoch. They predict among the client's own classes, here among all. A class without
 a prototype is farther by 1 than the farthest prototype, so it is never predicted and its loss stays
-finite. The head predicts until the first prototype exists.
+finite. The head predicts until the first prototype exists. A client uploads a row for every class,
+zeros for those that it lacks, and the traffic counts them.
 """
 
 import dataclasses
@@ -131,7 +132,10 @@ def fedproto(
             )
             statistics = class_features(with_features, variables, ctx.data, classes)
             return ClientResult(
-                upload={"prototypes": statistics.means, "counts": statistics.counts},
+                upload={
+                    "prototypes": statistics.means,
+                    "counts": statistics.counts.astype(jnp.int32),
+                },
                 variables=served(variables, payload),
                 client=LocalClient(variables, momentum),
                 metrics=metrics,

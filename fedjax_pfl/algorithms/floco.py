@@ -23,7 +23,7 @@ points of the simplex, moved towards α_k to a distance of at most ρ_k; the aut
 around α_k and may leave the simplex. Endpoints include the head's bias and start as the network
 initialises it. The sign of a principal component makes its largest loading positive. The authors'
 code takes the trained endpoints for signals, which negates κ_k. Floco+, which adds the personal
-model of Ditto, is not included.
+model of Ditto, is not included. With `privacy=example` each example of a batch has its own α.
 """
 
 from typing import Any, NamedTuple

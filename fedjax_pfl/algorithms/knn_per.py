@@ -99,7 +99,10 @@ class NeighbourMixture:
             outputs = jnp.where(classes[None], outputs, -1e9)
         difference = z[:, None] - memory["features"][None]
         similarity = -jnp.mean(jnp.square(difference), -1) / self.scale
-        similarity = jnp.where(memory["stored"][None], similarity, -1e9)
+        # The nearest stored example has similarity 0, so that no padding is as near.
+        stored = memory["stored"][None]
+        most = jnp.max(similarity, 1, keepdims=True, initial=-jnp.inf, where=stored)
+        similarity = jnp.where(stored, similarity - most, -1e9)
         nearest, places = jax.lax.top_k(similarity, min(self.neighbours, similarity.shape[1]))
         labels = jax.nn.one_hot(memory["labels"][places], outputs.shape[-1])
         shares = jax.nn.softmax(nearest)

@@ -240,7 +240,7 @@ def pefll(
         def models(phi: PyTree) -> PyTree:
             return jax.vmap(generate, (None, 0))(phi, uploads["descriptor"])
 
-        changes = jax.tree.map(lambda leaf: leaf / count, uploads["change"])
+        changes = jax.tree.map(lambda leaf: leaf / count.astype(leaf.dtype), uploads["change"])
         (phi_gradient,) = jax.vjp(models, server.hypernetwork)[1](changes)
         zeros = jax.tree.map(jnp.zeros_like, server.embedding)
         psi_gradient = cohort.mean(uploads["embedding_gradient"], zeros, cohort.arrived)

@@ -11,7 +11,7 @@ initial model, p_j = n_j / Σ n, and all sums are over the clients that returned
 Deviations: the authors' code adds the cosine to the loss instead of subtracting it, compares θ_i
 with Σ_j w_ij θ_j / ‖θ_j‖, a sum of normalised models, instead of u_i, and has no cosine in the
 first round. It also sets similarities above 0.9 to 1. BatchNorm statistics are averaged with the
-parameters but not part of the cosines.
+parameters but not part of the cosines. A client that has not been sampled yet is served θ⁰.
 """
 
 from typing import Any

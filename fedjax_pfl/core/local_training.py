@@ -295,8 +295,7 @@ def fit(
       ctx: The client, its data, the round and a random key.
 
     Returns:
-      params, non_params, the optimiser's state, () unless it is kept, and {"loss": mean training
-      loss over the examples of all steps}.
+      params, non_params, optimiser state, () unless kept, and {"loss": mean over all examples}.
     """
     is_recorded = record_fit(training, params, ctx)
     if training.example_noise is not None:
@@ -306,7 +305,8 @@ def fit(
     data, split = ctx.data, ctx.data.train
     order_key, noise_key = jax.random.split(ctx.key)
     steps, next_batch = _batches(training, split, order_key)
-    moments = optimizer_state if training.keep_optimizer else training.optimizer.init(params)
+    first = training.optimizer.init(params)
+    moments = optimizers.kept_state(optimizer_state, first) if training.keep_optimizer else first
     rate = training.rate(ctx.t)
 
     def step(s: jax.Array, carry: _FitCarry) -> _FitCarry:

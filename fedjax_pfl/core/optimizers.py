@@ -127,6 +127,17 @@ def per_entry(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
     return optax.GradientTransformation(init, update)
 
 
+def kept_state(state: PyTree, like: PyTree) -> PyTree:
+    """Returns the optimiser state that a client kept; UsageError if it is not built like `like`."""
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (state, like)]
+    if structures[0] != structures[1]:
+        raise UsageError(
+            "keep_optimizer is set, and the method does not pass on the optimiser's state of the "
+            "previous round; leave keep_optimizer out, or keep that state on the client"
+        )
+    return state
+
+
 def check(name: str, optimizer: Any) -> None:
     """Raises UsageError if an optax optimiser needs more than gradients and parameters.
 

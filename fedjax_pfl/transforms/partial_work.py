@@ -1,6 +1,6 @@
 """Check of methods whose late clients may send partial work; see `simulation.speeds`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from fedjax_pfl import transforms
 from fedjax_pfl.core import jaxprs, trees
-from fedjax_pfl.core.algorithm import Algorithm, Cohort, PyTree, State
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Cohort, PyTree, State
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.examples import FederatedData
+from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.simulation.speeds import local_fits
 from fedjax_pfl.transforms.privacy.client_level import is_affine
 from fedjax_pfl.transforms.wrapping import RoundShapes, check_single_model, round_shapes
@@ -46,7 +46,38 @@ def _partial_reason(algorithm: Algorithm, data: FederatedData) -> str:
         return "the method trains several models at once"
     if not is_affine(algorithm, shapes) or not _reads_weights(algorithm, shapes):
         return "the server's update is no mean of the uploads weighted by examples"
+    if not _starts_from_download(algorithm, shapes, data):
+        return "a client's upload differs from its download even before its first step"
     return ""
+
+
+def _starts_from_download(algorithm: Algorithm, shapes: RoundShapes, data: FederatedData) -> bool:
+    """Returns True if a client that takes no step uploads the parameters that it downloaded.
+
+    Otherwise the difference would be scaled as if steps had caused it. Without a step a loop
+    returns the values that it starts with.
+    """
+
+    def upload(payload: PyTree, client: PyTree, i: Any, key: Any, data: FederatedData) -> PyTree:
+        ctx = ClientContext(i=i, data=client_data(data, i), t=i, key=key, max_steps=i)
+        return algorithm.train(payload, client, ctx).upload["params"]
+
+    def operation(equation: Any, operands: list[Any]) -> Sequence[Any]:
+        if equation.primitive.name != "while":
+            return [None] * len(equation.outvars)
+        constants = equation.params["cond_nconsts"] + equation.params["body_nconsts"]
+        return operands[constants:]
+
+    client = jax.eval_shape(lambda tree: trees.row(tree, 0), shapes.state.clients)
+    key, i = jax.eval_shape(jax.random.key, 0), jax.ShapeDtypeStruct((), jnp.int32)
+    arguments = (shapes.payload, client, i, key, data)
+    program = jax.make_jaxpr(upload)(*arguments)
+    paths = [path for path, _ in jax.tree.leaves_with_path(shapes.payload)]
+    origins = paths + [None] * (len(jax.tree.leaves(arguments)) - len(paths))
+    constants = [None] * len(program.jaxpr.constvars)
+    results = jaxprs.interpret(program.jaxpr, constants, origins, operation, lambda _: None)
+    uploaded = jax.tree.leaves_with_path({"params": shapes.upload["params"]})
+    return results == [path for path, _ in uploaded]
 
 
 def _reads_weights(algorithm: Algorithm, shapes: RoundShapes) -> bool:

@@ -46,7 +46,7 @@ def test_one_round_by_hand():
     np.testing.assert_allclose(body, model["a"], rtol=2e-6)
     np.testing.assert_allclose(head, model["head"], rtol=2e-6)
     np.testing.assert_allclose(result.client.bias, model["bias"], rtol=1e-5)
-    np.testing.assert_allclose(result.upload["mean"], mean, rtol=2e-6)
+    np.testing.assert_array_equal(result.upload["mean"], payload["mean"])  # no change to clip
     np.testing.assert_allclose(result.metrics["loss"], np.mean(losses), rtol=2e-6)
     # Before and after training, the client's bias is added to the features.
     served = algorithm.personalize(State(payload, (), ()), client, None)
@@ -65,6 +65,13 @@ def test_the_first_round_trains_like_fedavg_and_only_finds_the_mean():
     result = train_client(algorithm, payload, client, data)
     chex.assert_trees_all_equal(result.upload["params"], expected.upload["params"])
     assert not result.client.bias.any()
+    mean, a, head = np.zeros(2), A, HEAD
+    for _ in range(STEPS):
+        z = X @ a
+        mean = (1 - MOMENTUM) * mean + MOMENTUM * z.mean(0)
+        by_output = (linear.softmax(z @ head) - np.eye(3)[Y]) / 4
+        a, head = a - RATE * X.T @ by_output @ head.T, head - RATE * z.T @ by_output
+    np.testing.assert_allclose(result.upload["mean"], mean, rtol=1e-5)
     # The server averages by examples, and does not change the mean later.
     second_upload = {**deep(3 * A, HEAD), "mean": jnp.float32([1.0, 2.0])}
     state = State(payload, (), ())

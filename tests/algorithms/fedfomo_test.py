@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import algorithms
-from fedjax_pfl.algorithms.fedfomo.method import Client
+from fedjax_pfl.algorithms.fedfomo.method import Client, mixture
 from fedjax_pfl.algorithms.shared.matching import select_peers
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import ClientContext, State
@@ -79,6 +79,14 @@ def test_mixture_and_local_training_equal_numpy(start, models, positive):
         np.testing.assert_allclose(weights(new_client.start), np.float32(mixed), rtol=tolerance)
     trained = mixed - 0.1 * X.T @ (X @ mixed - Y) / len(X)
     np.testing.assert_allclose(weights(upload), trained, rtol=1e-5)
+
+
+def test_the_mixture_keeps_the_dtype():
+    models = {"w": jnp.bfloat16([[1.0], [3.0]])}
+    mixed, share = mixture({"w": jnp.bfloat16([0.0])}, models, jnp.float32([1.0, 1.0]))
+    np.testing.assert_array_equal(mixed["w"], jnp.bfloat16([2.0]))
+    assert mixed["w"].dtype == jnp.bfloat16
+    assert share.dtype == jnp.float32
 
 
 AFFINITY = jnp.array([0.5, 9.0, 3.0, -1.0, 7.0, 0.0])

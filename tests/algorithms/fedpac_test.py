@@ -3,6 +3,7 @@
 import chex
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.fedpac import Momentum, mixtures
@@ -88,6 +89,19 @@ def test_the_server_by_hand():
     expected = PROTOTYPES * np.array([[(3 * 1 + 1 * 3) / 4], [1], [1]])
     np.testing.assert_allclose(state.server["prototypes"], expected, rtol=1e-5)
     np.testing.assert_array_equal(state.server["seen"], [True, True, True])
+
+
+@pytest.mark.parametrize("counts", [[5, 0], [0, 0]])
+def test_the_head_of_a_client_without_examples_is_not_mixed_in(counts):
+    """Its statistics are zeros, which look like those of a client with no variance."""
+    algorithm, _ = make()
+    heads = trees.repeat(trees.split(deep(A, HEAD), {"head"})[0], 2)
+    start = State({**trees.split(deep(A, HEAD), {"body"})[0], **PAYLOAD}, heads, ())
+    uploads = [upload(1.0, np.ones((3, 2)), 2.0, [3, 0, 2])]
+    uploads.append(upload(50.0, np.zeros((3, 2)), 0.0, [0, 0, 0]))
+    state = linear.receive(algorithm, start, counts, uploads, [True, True])
+    kernel = state.rows["params"]["head"]["kernel"][0]
+    np.testing.assert_allclose(kernel, HEAD, rtol=1e-6)
 
 
 def test_mixtures_of_equal_and_of_distant_clients():

@@ -66,6 +66,20 @@ def test_only_the_network_or_only_the_neighbours(weight):
     np.testing.assert_allclose(predict(algorithm, served), expected, rtol=1e-5)
 
 
+def test_padding_is_never_near():
+    """Squared distances are up to 1e11; the second client has one example, of class 2."""
+    examples = [1e5 * X, 1e5 * X[:1]]
+    data, federation = linear.federated(examples, [Y, [2]])
+    data = data._replace(y=data.y.astype(jnp.int32))
+    federation = federation._replace(outputs=3, task=linear.CLASSES)
+    network, training = linear.Deep(3, 2), local_training.sgd(steps=1)
+    algorithm = algorithms.knn_per(network, training, federation, weight=1.0)
+    ctx = linear.context(data, 1)
+    served = algorithm.personalize(State(deep(A, HEAD), (), ()), (), ctx)
+    x = jnp.float32(1e5 * QUERIES)
+    np.testing.assert_array_equal(algorithm.predict(served, x).argmax(1), [2, 2, 2, 2])
+
+
 @pytest.mark.parametrize("labels", [[0, 1, 1, 1], [0, 1, 0, 2], [0, 0, 0, 2]])
 def test_a_client_selects_its_weight_on_validation_examples(labels):
     """The queries are the validation examples; the best weights are 0, 0.5 and 1."""

@@ -81,6 +81,8 @@ def test_a_wrong_trace_is_refused(tmp_path, text, fragment):
         (PARTIAL | {"algorithm": "ditto"}, f"{IMPOSSIBLE} the method trains more than once"),
         (PARTIAL | {"algorithm": "fedrep"}, f"{IMPOSSIBLE} the method trains more than once"),
         (PARTIAL | {"algorithm": "pfedme"}, f"{IMPOSSIBLE} the server's update is no mean"),
+        (PARTIAL | {"algorithm": "fedala"}, f"{IMPOSSIBLE} a client's upload differs from its"),
+        (PARTIAL | {"algorithm": "fedcp"}, f"{IMPOSSIBLE} a client's upload differs from its"),
         (PARTIAL | {"robust_rule": "median"}, "late=partial needs the mean of the uploads"),
         (
             PARTIAL | PRIVACY | {"sampling": "cyclic"},

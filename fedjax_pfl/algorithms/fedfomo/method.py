@@ -84,7 +84,8 @@ def mixture(reference: PyTree, models: PyTree, weights: jax.Array) -> tuple[PyTr
     share = positive / jnp.where(total > 0, total, 1.0)
 
     def mix(old: jax.Array, new: jax.Array) -> jax.Array:
-        return old + jnp.tensordot(share, new - old[None], 1, precision="highest")
+        step = jnp.tensordot(share.astype(old.dtype), new - old[None], 1, precision="highest")
+        return old + step
 
     return jax.tree.map(mix, reference, models), share
 

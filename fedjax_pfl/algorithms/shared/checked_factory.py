@@ -57,12 +57,12 @@ def _network(name: str, model: Any, federation: Federation) -> Any:
         has_names = hasattr(model, "layers") and hasattr(model, "head")
         like_builtin = {"train", "mask"} <= set(accepted) and has_names
         return model if like_builtin else from_flax(model, federation)
-    if hasattr(kind, "apply") and hasattr(kind, "init"):
-        return model  # an adapted network
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise UsageError(f"{name} takes a network, got the class {model.__name__}; call it first")
     if is_nnx(model) or inspect.isfunction(model) or is_nnx_class(model):
         return from_flax(model, federation)
+    if hasattr(model, "apply") and hasattr(model, "init"):
+        return model  # an adapted network
     raise UsageError(
         f"{name} takes a Flax module as its model, got {kind.__module__}.{kind.__qualname__}; "
         "docs/your_model.md shows how to write one"

@@ -25,11 +25,12 @@ def average_prototypes(old: PyTree, uploads: PyTree) -> PyTree:
 
     Args:
       old: The server's prototypes, a tree like the result.
-      uploads: Stacked uploads with `prototypes` [K, C, d] and `counts` [K, C]; counts of absent
-        clients are 0.
+      uploads: Stacked uploads with `prototypes` [K, C, d] and `counts` [K, C], of examples; they
+        are 0 for absent clients.
     """
-    counts = jnp.sum(uploads["counts"], 0)
-    sums = jnp.sum(uploads["counts"][..., None] * uploads["prototypes"], 0)
+    client_counts = uploads["counts"].astype(jnp.float32)
+    counts = jnp.sum(client_counts, 0)
+    sums = jnp.sum(client_counts[..., None] * uploads["prototypes"], 0)
     mean = sums / jnp.maximum(counts, 1.0)[:, None]
     new = jnp.where(counts[:, None] > 0, mean, old["prototypes"])
     return {"prototypes": new, "seen": old["seen"] | (counts > 0)}
