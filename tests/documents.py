@@ -171,8 +171,9 @@ def _preset(name: str, arguments: Sequence[str]) -> str:
         (user_defined and not first)
         or first.startswith("runs/")
         or re.search(r"[A-Z]{3}|\.\.\.", first)
+        or configs.own_settings(arguments)
     ):
-        return ""  # no configuration, one that another command writes, or a placeholder
+        return ""  # no configuration, a placeholder, or a file that the reader or a command writes
     if arguments and first and not arguments[0].startswith("--config="):
         return "--config has to come before the settings that it brings"
     values = flags.FlagValues()

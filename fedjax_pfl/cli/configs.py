@@ -1,7 +1,9 @@
 """The flag --config: presets, configuration files and settings on the command line."""
 
+import ast
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -17,6 +19,9 @@ def define_config(options: flags.FlagValues, arguments: Sequence[str], system: s
 
     `arguments` are those of `resolve_config`; absl reads the file and keys in them.
     """
+    own = own_settings(arguments)
+    for key in own:
+        flags.DEFINE_string(f"config.{key}", None, "", flag_values=options)
     with in_one_line():
         config_flags.DEFINE_config_file(
             "config",
@@ -24,7 +29,7 @@ def define_config(options: flags.FlagValues, arguments: Sequence[str], system: s
             "SYSTEM:PRESET or FILE.py:PRESET, then --config.KEY=VALUE. Every KEY with its default "
             "and meaning: fedjax-pfl list settings, fedjax-pfl list methods.",
             flag_values=options,
-            sys_argv=["", *arguments],
+            sys_argv=["", *(word for word in arguments if _key(word) not in own)],
         )
 
 
@@ -52,6 +57,11 @@ def read_settings(options: flags.FlagValues, arguments: Sequence[str]) -> Config
     with in_one_line():
         settings = options.config.copy_and_resolve_references().unlock()
     _add_defaults(settings, configuration.default())
+    for key, value in own_settings(arguments).items():
+        group, _, name = key.partition(".")
+        if group not in settings:
+            settings[group] = ConfigDict()
+        settings[group][name] = _value(value)
     replace_length(settings, arguments)
     if options.data_dir is not None:
         settings.data_dir = options.data_dir
@@ -115,10 +125,10 @@ def _nearest_config(name: str, preset: str, default: str) -> str:
 
 def check_keys(arguments: Sequence[str]) -> None:
     """Raises a UsageError with the nearest name if a KEY of --config.KEY=VALUE does not exist."""
-    defaults = configuration.default()
+    defaults, own = configuration.default(), own_settings(arguments)
     for argument in arguments:
         path = argument.lstrip("-").partition("=")[0]
-        if not path.startswith("config."):
+        if not path.startswith("config.") or _key(argument) in own:
             continue
         level, prefix = defaults, ""
         for word in path.removeprefix("config.").split("."):
@@ -129,6 +139,31 @@ def check_keys(arguments: Sequence[str]) -> None:
             if key != word:  # an entry of a tuple, such as phases[0]
                 break
             level, prefix = level[key], f"{prefix}{key}."
+
+
+def own_settings(arguments: Sequence[str]) -> dict[str, str]:
+    """Returns the text of --config.NAME.KEY=VALUE by NAME.KEY, for components of the user.
+
+    They are those that --config.algorithm, model or task selects as MODULE:NAME.
+    """
+    pairs = [(flag.removeprefix("config."), value) for flag, value in flag_values(arguments)]
+    paths = [value for key, value in pairs if key in ("algorithm", "model", "task")]
+    names = {path.rpartition(":")[2] for path in paths if ":" in path}
+    names -= set(configuration.default())
+    return {key: value for key, value in pairs if "." in key and key.partition(".")[0] in names}
+
+
+def _key(argument: str) -> str:
+    """Returns KEY of --config.KEY=VALUE or of --config.KEY, and other flags without dashes."""
+    return argument.lstrip("-").partition("=")[0].removeprefix("config.")
+
+
+def _value(text: str) -> Any:
+    """Returns the Python value that a text such as 0.5, True or (8, 16) writes, or the text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def flag_values(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -94,6 +94,20 @@ LOADED = pytest.mark.filterwarnings("ignore:the load_module")  # of configuratio
 
 
 @LOADED
+def test_settings_of_a_component_of_ones_own():
+    """They follow the component's name. Values are Python literals or texts."""
+    own = ["--config.algorithm=mine:own", "--config.own.beta=0.5", "--config.own.sizes", "(1, 2)"]
+    arguments = [*own, "--config.own.kind=fast", "--config.rounds=3"]
+    configs.check_keys(arguments)
+    settings = read("baseline", *arguments)
+    assert settings.own.to_dict() == {"beta": 0.5, "sizes": (1, 2), "kind": "fast"}
+    assert (settings.algorithm, settings.rounds) == ("mine:own", 3)
+    line = message(configs.check_keys, ["--config.algorithm=mine:own", "--config.other.beta=1"])
+    assert line.startswith("there is no setting other")
+    assert configs.own_settings(["--config.algorithm=mine:fedprox", "--config.fedprox.mu=1"]) == {}
+
+
+@LOADED
 def test_a_setting_of_one_phase_of_a_preset():
     settings = read("fedmn", "--config=fedmn:digits", "--config.phases[0].rounds=2")
     assert [phase.get("rounds") for phase in settings.phases] == [2, None]

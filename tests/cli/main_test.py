@@ -81,6 +81,20 @@ def test_commands_receive_their_arguments(capsys):
     assert out.startswith("Partitions: ")
 
 
+def test_the_current_folder_may_hold_a_method(tmp_path, monkeypatch, capsys):
+    (tmp_path / "method_here.py").write_text(
+        "from fedjax_pfl.algorithms import fedavg\n\n\n"
+        "def method_here(model, training, federation, *, beta: float = 0.9):\n"
+        "    return fedavg(model, training, federation)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    arguments = ["baseline", "--config.algorithm=method_here:method_here"]
+    status, _, err = ended([*arguments, "--config.method_here.bta=1"], capsys)
+    assert status == 2
+    assert "there is no setting method_here.bta; did you mean method_here.beta?" in err
+
+
 # The package.
 
 
