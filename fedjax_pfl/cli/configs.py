@@ -144,10 +144,14 @@ def check_keys(arguments: Sequence[str]) -> None:
 def own_settings(arguments: Sequence[str]) -> dict[str, str]:
     """Returns the text of --config.NAME.KEY=VALUE by NAME.KEY, for components of the user.
 
-    They are those that --config.algorithm, model or task selects as MODULE:NAME.
+    They are those that a flag such as --config.algorithm=MODULE:NAME selects.
     """
-    pairs = [(flag.removeprefix("config."), value) for flag, value in flag_values(arguments)]
-    paths = [value for key, value in pairs if key in ("algorithm", "model", "task")]
+    pairs = [
+        (flag.removeprefix("config."), value)
+        for flag, value in flag_values(arguments)
+        if flag.startswith("config.")
+    ]
+    paths = [value for key, value in pairs if key != "dataset"]  # which may be csv:FILE
     names = {path.rpartition(":")[2] for path in paths if ":" in path}
     names -= set(configuration.default())
     return {key: value for key, value in pairs if "." in key and key.partition(".")[0] in names}

@@ -180,7 +180,7 @@ def test_fedfomo_starts_from_the_clients_own_mixture():
         ("fedavg", {"fc1", "fc2"}, set()),
         ("fedper", {"fc1"}, {"fc2"}),
         ("lg_fedavg", {"fc2"}, {"fc1"}),
-        ("fedproto", {"prototypes", "counts"}, {"fc1", "fc2"}),
+        ("fedproto", {"prototypes"}, {"fc1", "fc2"}),
         ("local", set(), {"fc1", "fc2"}),
         ("keep_head", {"fc1"}, {"fc2"}),
         ("ditto", {"fc1", "fc2"}, set()),

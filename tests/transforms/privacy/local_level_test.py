@@ -94,7 +94,8 @@ def test_groups_are_clipped_separately():
     np.testing.assert_array_equal(flat(uploads[1]), flat(DOWN))
 
 
-REFUSED = {"fedmn", "fedmn_correlation", "flute", "ifca", "local"}
+REFUSED = {"fedgh", "fedmn", "fedmn_correlation", "fedpac", "fedproto", "fedtgp", "flute"}
+REFUSED |= {"ifca", "local"}
 
 
 @pytest.mark.parametrize("name", cases.NAMES)
