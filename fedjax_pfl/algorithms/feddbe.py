@@ -152,7 +152,7 @@ def feddbe(
         new, model_state, momentum, metrics = local_training.fit(
             separate, gradient, params, start, client.momentum, ctx
         )
-        # Once C is known the server ignores this mean; as sent it must not fill a clipping norm.
+        # The server ignores this mean once C is known; C itself adds nothing to a clipped change.
         mean = jnp.where(payload["known"], payload["mean"], model_state["mean"])
         upload = {"params": new["model"], **model_state, "mean": mean}
         return ClientResult(
