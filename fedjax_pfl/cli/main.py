@@ -1,7 +1,6 @@
 """The installed command: fedjax-pfl COMMAND ..."""
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -61,8 +60,8 @@ def help_text() -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command that `arguments` start with, on the rest of them; None: sys.argv[1:]."""
     name, *own_arguments = arguments or sys.argv[1:] or ["--help"]
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # for MODULE:NAME, as with python -m
+    if "" not in sys.path:
+        sys.path.append("")  # the current folder, for MODULE:NAME, as with python -m
     with ending():
         if name.lstrip("-") in ("h", "help"):
             print(help_text())
