@@ -162,7 +162,9 @@ def fedas(
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         uploads = cohort.present(cohort.uploads)
         bodies = {name: tree for name, tree in uploads.items() if name != "fisher"}
-        return cohort.mean(bodies, state.server, uploads["fisher"]), state.rows
+        # Noise or an attacker can make a weight negative.
+        weights = jnp.maximum(uploads["fisher"], 0.0)
+        return cohort.mean(bodies, state.server, weights), state.rows
 
     def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
         return client.variables

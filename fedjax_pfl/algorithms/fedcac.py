@@ -89,6 +89,7 @@ def fedcac(
     Args:
       critical_share: τ, the share of the entries of each array that are critical; 0 is FedAvg.
       alone_after: β, the last round in which clients collaborate: the pairs of largest overlap.
+        Pairs of equal overlap, such as the only pair, collaborate in every round.
       first_round: First round of the phase; `run` passes it.
     """
     require(

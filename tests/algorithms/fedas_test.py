@@ -68,3 +68,8 @@ def test_the_server_averages_by_fisher():
     flat = [{**body, "fisher": jnp.float32(0)} for body in bodies]
     unchanged = linear.receive(algorithm, state, counts, flat, arrived)
     chex.assert_trees_all_equal(unchanged.server, BODY)
+    noised = [
+        {**body, "fisher": jnp.float32(f)} for body, f in zip(bodies, (2, -1.9, 0), strict=True)
+    ]
+    positive = linear.receive(algorithm, state, counts, noised, arrived)
+    np.testing.assert_allclose(kernels(positive.server)[0], A, rtol=1e-5)
