@@ -149,7 +149,7 @@ def record_evaluation(
     honest = experiment.phases[at.phase].federation.active & ~inputs.is_attacker
     before = summaries.summary(scores.before, honest, task)
     validation = summaries.summary(scores.validation, honest, task)
-    is_best = _is_best(task.metrics[0], before, validation, at.best_score)
+    is_best = _is_best(task.metrics[0], validation, at.best_score)
     if is_best and validation:
         score = validation[f"{task.metrics[0].name}_mean"]
         at = at._replace(best_round=at.round, best_score=score)
@@ -244,18 +244,15 @@ def client_rows(experiment: Experiment, at: Position) -> list[dict[str, Any]]:
 
 
 def _is_best(
-    metric: Metric,
-    before: Mapping[str, Any] | None,
-    validation: Mapping[str, Any] | None,
-    best_score: float | None,
+    metric: Metric, validation: Mapping[str, Any] | None, best_score: float | None
 ) -> bool:
     """Returns True if the mean validation score is better than `best_score`.
 
-    `before`, on test examples, and `validation` are `summaries.summary` of an evaluation. Returns
-    False if a client's loss in either is not finite. `best_score` is None before the first.
+    `validation` is `summaries.summary` of an evaluation; test examples are never used. Returns
+    False if a client's loss is not finite. `best_score` is None before the first.
     """
     score = None if validation is None else validation[f"{metric.name}_mean"]
-    if score is None or any(part and part["not_finite"] for part in (before, validation)):
+    if validation is None or score is None or validation["not_finite"]:
         return False
     if best_score is None:
         return True

@@ -54,6 +54,16 @@ def test_the_line_of_an_evaluation():
         assert progress.with_run_name(run, "no model") == expected
 
 
+def test_test_examples_do_not_choose_the_best_round():
+    """The test loss is infinite in every round, the validation loss is not."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(40, 3)), rng.normal(size=40)
+    dataset = fedjax_pfl.arrays(x, y, x[:4], np.full(4, 1e25))
+    config = {**SHORT, "split": "official", "partition": "iid", "rounds": 1, "eval_every": 1}
+    (line,) = fedjax_pfl.run({**config, "clients": 2}, dataset=dataset).metrics
+    assert (line["before"]["not_finite"], line["best_round"]) == (2, 1)
+
+
 def test_models_of_nan_have_no_score(tmp_path, capfd):
     """Trains to NaN, so uploads are rejected and there is no validated model."""
     config = {**SHORT, "learning_rate": 1e30, "evaluate_after": True, "validate_after": True}

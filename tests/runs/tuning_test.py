@@ -9,7 +9,7 @@ import pytest
 from fedjax_pfl import algorithms
 from fedjax_pfl.report import comparison
 from fedjax_pfl.report.run_index import RunIndex
-from fedjax_pfl.runs import checkpoints, runner
+from fedjax_pfl.runs import checkpoints, runner, sweep_settings
 from fedjax_pfl.runs.tuning import choice, grids, search, trials
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.custom import register
@@ -120,6 +120,11 @@ def test_seeds_of_a_point_can_have_their_own_partitions(tmp_path, monkeypatch, c
         configs = [[(c.seed, c.partition_seed) for c in program] for program in programs]
         assert configs == [[(seed, seed) for seed in program] for program in seeds]
         programs.clear()
+        for result in trials.collect(trial, 2, tmp_path):
+            chosen = result.config  # other seeds of it have other partitions too
+            assert (chosen.own_partitions, chosen.seeds, chosen.partition_seed) == (True, 2, 0)
+            expanded = sweep_settings.expand(chosen)
+            assert [c.partition_seed for c in expanded.values()] == [0, 1]
 
 
 def test_results_of_another_grid_are_removed(tuned, tmp_path, monkeypatch, cached, capsys):

@@ -184,7 +184,10 @@ def collect(trial: Trial, seeds: int, folder: Path) -> list[PointResult]:
             _, path = index.find(config, trial.registry)
             if path and (path / "report.html").is_file():
                 runs[config.seed] = run_reader.read(path)
-        results.append(PointResult(point=point, config=by_seed[0], runs=runs, seeds=seeds))
+        config = by_seed[0].copy_and_resolve_references()
+        if seeds > 1 and trial.config.own_partitions:  # not a setting of a single run
+            config.update(own_partitions=True, seeds=seeds)
+        results.append(PointResult(point=point, config=config, runs=runs, seeds=seeds))
     return results
 
 
