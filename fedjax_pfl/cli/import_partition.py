@@ -35,7 +35,10 @@ def import_partition(call: Call) -> None:
     if out.exists():
         raise UsageError(f"{out} exists; choose a new folder for --out")
     partition = foreign_partitions.read(Path(call.positional[0]))
-    foreign_partitions.write(partition, out)
+    try:
+        foreign_partitions.write(partition, out)
+    except OSError as error:
+        raise UsageError(f"{out} cannot be written ({error.strerror})") from None
     train, test = partition.train, partition.test
     clients, dataset = int(train.owner.max()) + 1, shlex.quote(f"npy:{out}")
     print(

@@ -1,5 +1,6 @@
 """Datasets from tables: selects the input, label and owner columns and converts their values."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,8 +45,8 @@ Args:
   normalise_label: Scale the target of a regression too, always over the federation.
   tokens: Read the input columns as one text, a sequence of tokens: words, or bytes. Empty: no.
   length: For tokens, number of tokens to read. Shorter texts are padded with 0.
-  words: For tokens, size of the vocabulary, which has the most frequent tokens of the training
-    examples. 0 is no token, 1 any other token.
+  words: For tokens, size of the vocabulary, which has the most frequent tokens of the table for
+    training. 0 is no token, 1 any other token.
 """
 
 
@@ -71,11 +72,11 @@ def table_dataset(source: str, tables: tuple[Table, Table | None], roles: Roles)
     def read(column: str, setting: str, *, as_text: bool = False) -> np.ndarray:
         parts = [table.column(column, f"{source}.{setting}", as_text=as_text) for table in files]
         parts = [_class_names(t, column, part) for t, part in zip(files, parts, strict=True)]
-        return _join(name, column, parts)
+        return _join(files, column, parts)
 
     parts = [table.column(roles.label, f"{source}.label") for table in files]
     y, outputs, label_metadata = _labels(
-        source, roles, files, parts, _join(name, roles.label, parts)
+        source, roles, files, parts, _join(files, roles.label, parts)
     )
     inputs = [column.strip() for column in roles.input.split(",") if column.strip()]
     inputs = inputs or [c for c in train.columns if c not in (roles.owner, roles.label)]
@@ -117,25 +118,25 @@ def table_dataset(source: str, tables: tuple[Table, Table | None], roles: Roles)
     )
 
 
-def _join(name: str, column: str, parts: list[np.ndarray]) -> np.ndarray:
-    """Joins the `parts` of a column, of the training and the test table, to one array.
+def _join(files: Sequence[Table], column: str, parts: list[np.ndarray]) -> np.ndarray:
+    """Joins the `parts` of a column, one of each table, to one array.
 
     Raises UsageError, which names table and column, if types differ or a value is infinite.
     """
     if len({(p.shape[1:], p.dtype.kind in "US") for p in parts}) > 1:
-        raise UsageError(f"{name}: column {column!r} differs between training and test")
+        raise UsageError(f"{files[0].name}: column {column!r} differs between training and test")
     if any(p.dtype == np.uint64 for p in parts) and all(_are_nonnegative(p) for p in parts):
         parts = [p.astype(np.uint64) for p in parts]  # NumPy would join them as float64
-    values = np.concatenate(parts)
-    with np.errstate(over="ignore"):  # beyond 32 bits counts as infinite
-        finite = values.dtype.kind != "f" or np.isfinite(values.astype(np.float32))
-    if not np.all(finite):
-        rows = np.flatnonzero(~np.reshape(finite, (len(values), -1)).all(1))
-        raise UsageError(
-            f"{name}: column {column!r} is not finite in {len(rows)} rows, the first is row "
-            f"{rows[0] + 1}; fill or remove these rows, or leave the column out"
-        )
-    return values
+    for table, values in zip(files, parts, strict=True):
+        with np.errstate(over="ignore"):  # beyond 32 bits counts as infinite
+            finite = values.dtype.kind != "f" or np.isfinite(values.astype(np.float32))
+        if not np.all(finite):
+            rows = np.flatnonzero(~np.reshape(finite, (len(values), -1)).all(1))
+            raise UsageError(
+                f"{table.name}: column {column!r} is not finite in {len(rows)} rows, the first is "
+                f"row {rows[0] + 1}; fill or remove these rows, or leave the column out"
+            )
+    return np.concatenate(parts)
 
 
 def _are_nonnegative(values: np.ndarray) -> bool:

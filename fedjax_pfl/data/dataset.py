@@ -124,7 +124,7 @@ def arrays(
                 f"{name}: x is {x.dtype} and x_test {x_test.dtype}, and only uint8 is scaled to "
                 "[0, 1]: give both or neither as uint8"
             )
-    outputs = _outputs(name, x, y, outputs)
+    outputs = _outputs(name, (x, x[:0] if x_test is None else x_test), y, outputs)
     x_train, y_train = _check_examples(f"{name} (train)", (x, y), (x, y), outputs, owners)
     if x_test is not None and y_test is not None:
         test = (x_test, y_test)
@@ -181,10 +181,10 @@ def _targets(y: np.ndarray) -> np.ndarray:
     return y[:, None] if y.ndim == 1 and np.issubdtype(y.dtype, np.floating) else y
 
 
-def _outputs(name: str, x: np.ndarray, y: np.ndarray, requested: int | None) -> int:
+def _outputs(name: str, inputs: tuple[np.ndarray, ...], y: np.ndarray, requested: Any) -> int:
     """Returns the requested number of outputs, or the number that the labels need if None.
 
-    That is the largest class, or token of x, plus 1, or the number of columns of other labels.
+    That is the largest class, or token of `inputs`, plus 1, or the number of columns of y.
     Raises UsageError if `requested` is invalid, or if classes are so sparse that they look wrong.
     """
     if requested is not None:
@@ -199,8 +199,8 @@ def _outputs(name: str, x: np.ndarray, y: np.ndarray, requested: int | None) -> 
         return int(requested)
     if y.dtype.kind not in "iu":
         return y.shape[1]
-    has_tokens = y.ndim == 2 and x.dtype.kind in "iu"  # inputs and labels share a vocabulary
-    outputs = int(max(y.max(initial=0), x.max(initial=0) if has_tokens else 0)) + 1
+    has_tokens = y.ndim == 2 and inputs[0].dtype.kind in "iu"  # labels are tokens too
+    outputs = int(max(part.max(initial=0) for part in (y, *(inputs if has_tokens else ())))) + 1
     if outputs > _FEW_OUTPUTS and outputs > _SPARSE * (different := len(np.unique(y))):
         raise UsageError(
             f"{name}: the largest of {different} different labels is {outputs - 1:,}, and a model "

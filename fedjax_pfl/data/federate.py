@@ -80,7 +80,7 @@ def federate(
     request.check_fractions(dataset, split, test_fraction, validation_fraction, validation_examples)
     defaults = partitions.partition_settings(partition)
     settings = dict(settings or {})
-    request.check_setting_names(f"partition {partition}", settings, defaults)
+    request.check_partition_settings(partition, settings)
     settings = {**defaults, **settings}
     streams = np.random.SeedSequence([seed, 0xDA7A]).spawn(4)
     split_rng, partition_rng, assign_rng, permute_rng = map(np.random.default_rng, streams)
@@ -172,7 +172,8 @@ def federate(
         positions=tuple(y.shape[1:]) if y.dtype.kind == "i" else (),
         metadata=metadata or None,
     )
-    rounded = dataset.normalise is None or dataset.normalise.scope != LATER
+    normalise = dataset.normalise  # a node of a deployment may normalise numbers, or targets, later
+    rounded = normalise is None or not (normalise.scope == LATER or data.y.dtype == np.float64)
     checks.check_federated(dataset.name, data, federation, rounded=rounded)
     return data, federation
 

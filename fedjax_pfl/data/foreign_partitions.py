@@ -196,23 +196,56 @@ def _fl_bench_examples(folder: Path) -> tuple[np.ndarray, np.ndarray]:
         ([folder / f"cifar-100-python/{part}" for part in _PARTS], "fine_labels"),
     ):
         if files[0].is_file():
+            if label == "fine_labels" and _fl_bench_arguments(folder).get("super_class"):
+                raise UsageError(
+                    f"{folder} has superclasses as labels (super_class in args.json), which its "
+                    "files do not have: write data.npy and targets.npy there"
+                )
             contents = [plain_pickle.load(file) for file in files]
             x = np.concatenate([content["data"] for content in contents])
             y = np.concatenate([content[label] for content in contents])
             return x.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), y.astype(np.int32)
-    if images := sorted(folder.glob("*/raw/*train-images-idx3-ubyte*")):
-        files = [Path(str(images[0]).replace("train", part)) for part in ("train", "t10k")]
-        if not files[1].is_file():
-            files[1] = Path(str(images[0]).replace("train", "test"))
-        x = np.concatenate([_idx(file) for file in files])
-        y = np.concatenate(
-            [_idx(Path(str(f).replace("images-idx3", "labels-idx1"))) for f in files]
-        )
+    if train := _idx_training_file(folder):
+        tests = [train.with_name(train.name.replace("train", part)) for part in ("t10k", "test")]
+        images = [train, tests[0] if tests[0].is_file() else tests[1]]
+        labels = [f.with_name(f.name.replace("images-idx3", "labels-idx1")) for f in images]
+        x, y = (np.concatenate([_idx(file) for file in files]) for files in (images, labels))
         return x[..., None], y.astype(np.int32)
     raise UsageError(
         f"{folder} has a partition and no examples that can be read: write them to data.npy and "
         "targets.npy there, in the order of FL-bench's dataset"
     )
+
+
+def _fl_bench_arguments(folder: Path) -> dict[str, Any]:
+    """Returns what FL-bench wrote to args.json: its arguments. {} if there is no such file."""
+    path = folder / "args.json"
+    if not path.is_file():
+        return {}
+    try:
+        arguments = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path} cannot be read: {first_line(error)}") from None
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _idx_training_file(folder: Path) -> Path | None:
+    """Returns the file of training images in MNIST's format that torchvision unpacked, or None.
+
+    EMNIST has one for each of its splits; args.json names the one that FL-bench divided.
+    """
+    files = sorted(folder.glob("*/raw/*train-images-idx3-ubyte*"))
+    by_split = {file.name.partition("train-images")[0]: file for file in reversed(files)}
+    if len(by_split) <= 1:
+        return next(iter(by_split.values()), None)
+    split = _fl_bench_arguments(folder).get("emnist_split")
+    if (prefix := f"emnist-{split}-") not in by_split:
+        names = ", ".join(sorted(name.removeprefix("emnist-").strip("-") for name in by_split))
+        raise UsageError(
+            f"{folder} has EMNIST's splits {names}, and its args.json does not say which of them "
+            'was divided: write {"emnist_split": "byclass"}, or another one, to args.json'
+        )
+    return by_split[prefix]
 
 
 def _images(x: np.ndarray) -> np.ndarray:

@@ -30,6 +30,7 @@ def leaf(
     Lists of 784 numbers become images, [28, 28, 1]; other lists of numbers stay lists. Text with a
     character as label becomes a sequence of characters. Lists of text are tweets and become
     sequences of words. The label of a sequence is at its last position; the others have none.
+    Sequences of characters overlap, so they are tested on LEAF's own test set (split=official).
 
     Args:
       every_position: For characters, predict each from those before it, not only the last one.
@@ -63,6 +64,7 @@ def leaf(
         owner_train=owner_train,
         owner_test=owner_test,
         owner_names=owner_names,
+        overlapping=isinstance(first, str),  # LEAF cuts a text at every character
         metadata=metadata,
     )
 

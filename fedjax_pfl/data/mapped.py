@@ -21,8 +21,8 @@ def is_mapped(array: Any) -> bool:
 def npy(path: str) -> Dataset:
     """Arrays x.npy, y.npy and optionally owner.npy in npy:FOLDER, as for `arrays`.
 
-    A test set is read from x_test.npy, y_test.npy and owner_test.npy, if there are such files. All
-    arrays stay in their files and may exceed memory.
+    A test set is read from x_test.npy, y_test.npy and owner_test.npy, if there are such files.
+    Without one, arrays stay in their files and may exceed memory; with one, they are copied.
     """
     folder, name = find_path("npy", path), f"npy:{path}"
 

@@ -1,7 +1,12 @@
 """Checks of the arguments of `federate`."""
 
-from collections.abc import Collection, Iterable
+import types
+import typing
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
 
 from fedjax_pfl.core.arguments import unknown_argument
 from fedjax_pfl.core.errors import UsageError, nearest, require
@@ -33,6 +38,32 @@ def check_setting_names(owner: str, names: Iterable[str], allowed: Collection[st
             raise unknown_argument(owner, name, allowed)
 
 
+def check_partition_settings(partition: str, settings: Mapping[str, Any]) -> None:
+    """Raises UsageError if a partition has no such setting, or a value has another type."""
+    function = partitions.PARTITIONS[partition]
+    hints = typing.get_type_hints(function)
+    allowed = partitions.partition_settings(partition)
+    check_setting_names(f"partition {partition}", settings, allowed)
+    for name, value in settings.items():
+        hint = hints[name]
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        kinds = tuple(typing.get_origin(kind) or kind for kind in kinds)
+        if not any(_has_type(value, kind) for kind in kinds):
+            names = " or ".join("None" if k is types.NoneType else k.__name__ for k in kinds)
+            raise UsageError(f"{partition}.{name} is {value!r}; it must be of type {names}")
+
+
+def _has_type(value: Any, kind: type) -> bool:
+    """Returns True if a setting of type `kind` can have the value. NaN is no float."""
+    if isinstance(value, bool | np.bool_):  # a bool is an int in Python
+        return kind is bool
+    if kind is tuple:
+        return isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
+    if kind is float:
+        return isinstance(value, Real) and value == value
+    return isinstance(value, Integral if kind is int else kind)
+
+
 def check_request(
     dataset: Dataset, partition: str, clients: int, split: str, held_out: int, groups: int
 ) -> None:
@@ -54,7 +85,7 @@ def check_request(
     if dataset.overlapping and split != "official":
         raise UsageError(
             f"windows of {dataset.name} overlap, and split={split} would train on parts of the "
-            "test windows: use split=official, or a stride of at least their length"
+            "test windows: use split=official, or windows that do not overlap"
         )
     if dataset.normalise and dataset.normalise.scope == "client" and split == "shared":
         raise UsageError("normalise=client differs between clients: use split=pooled")
@@ -110,7 +141,7 @@ def check_fractions(
     if dataset.overlapping and (validation or validation_examples):
         raise UsageError(
             f"windows of {dataset.name} overlap, and validation windows would share values with "
-            "training windows: use validation_fraction=0, or a stride of at least their length"
+            "training windows: use validation_fraction=0, or windows that do not overlap"
         )
     for name, value in (("test_fraction", test), ("validation_fraction", validation)):
         require(isinstance(value, Real), f"{name}={value!r}: use a number")

@@ -25,6 +25,8 @@ def test_tokens_and_labels_keep_their_types():
     tokens = arrays(TOKENS, np.roll(TOKENS, -1, 1))
     assert (tokens.x_train.dtype, tokens.y_train.dtype, tokens.outputs) == ("int32", "int32", 7)
     assert tokens.scale is None
+    larger = arrays(TOKENS, np.roll(TOKENS, -1, 1), TOKENS + 3, TOKENS)
+    assert larger.outputs == 10  # of tokens of the test set too
     # Inputs and labels share a vocabulary.
     assert arrays(TOKENS + 3, np.roll(TOKENS, -1, 1)).outputs == 10
     labels = arrays(X, TOKENS > 3)

@@ -289,6 +289,20 @@ def test_novel_clients_and_groups():
         ({"split": "oficial"}, "did you mean official"),
         ({"settings": {"alpha": 1}}, "has no argument 'alpha'; it takes examples"),
         ({"partition": "classes", "settings": {"per_client": 11}}, "^partition classes: per_cl"),
+        ({"settings": {"examples": 10.5}}, "iid.examples is 10.5; it must be of type int or None"),
+        ({"settings": {"examples": True}}, "iid.examples is True; it must be of type int or None"),
+        (
+            {"partition": "classes", "settings": {"per_client": None}},
+            "classes.per_client is None; it must be of type int",
+        ),
+        (
+            {"partition": "dirichlet", "settings": {"alpha": float("nan")}},
+            "dirichlet.alpha is nan; it must be of type float",
+        ),
+        (
+            {"partition": "listed", "settings": {"classes": "01"}},
+            "listed.classes is '01'; it must be of type tuple",
+        ),
         ({"clients": 0}, "use at least 1"),
         ({"clients": 3.0}, "clients=3.0: use an integer"),
         ({"groups": "2"}, "groups='2': use an integer"),

@@ -55,6 +55,10 @@ def test_examples_of_pfllib(tmp_path, capsys):
         np.testing.assert_array_equal(
             examples.y[rows][first_values[0]], expected["y"][first_values[1]]
         )
+    (written := tmp_path / "file").touch()
+    assert "/file/new cannot be written (Not a directory)" in message(
+        run_here, "import-partition", tmp_path / "cifar", f"--out={written}/new"
+    )
     assert "exists; choose a new folder" in message(
         run_here, "import-partition", tmp_path / "cifar", f"--out={out}"
     )
@@ -88,9 +92,16 @@ def fl_bench(folder: Path, examples: str) -> tuple[np.ndarray, np.ndarray]:
     if examples == "femnist":
         np.save(folder / "data.npy", x.reshape(12, 784) / 255)
         np.save(folder / "targets.npy", y)
-    elif examples == "mnist":
-        (raw := folder / "MNIST" / "raw").mkdir(parents=True)
-        for part, rows in (("train", slice(8)), ("t10k", slice(8, 12))):
+    elif examples in ("mnist", "emnist"):
+        (raw := folder / examples.upper() / "raw").mkdir(parents=True)
+        parts = ("train", "t10k")
+        if examples == "emnist":  # all of its splits are unpacked; this one was divided
+            parts = ("emnist-mnist-train", "emnist-mnist-test")
+            (folder / "args.json").write_text('{"emnist_split": "mnist"}')
+            for part in ("train", "test"):
+                idx(raw / f"emnist-balanced-{part}-images-idx3-ubyte.gz", x[::-1, ..., 0])
+                idx(raw / f"emnist-balanced-{part}-labels-idx1-ubyte.gz", y[::-1])
+        for part, rows in zip(parts, (slice(8), slice(8, 12)), strict=True):
             idx(raw / f"{part}-images-idx3-ubyte.gz", x[rows, ..., 0])
             idx(raw / f"{part}-labels-idx1-ubyte.gz", y[rows])
     else:
@@ -110,16 +121,32 @@ def fl_bench(folder: Path, examples: str) -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
-@pytest.mark.parametrize("examples", ["femnist", "mnist", "cifar"])
+@pytest.mark.parametrize("examples", ["femnist", "mnist", "emnist", "cifar"])
 def test_examples_of_fl_bench(tmp_path, examples):
-    x, y = fl_bench(tmp_path / examples, examples)
-    partition = foreign_partitions.read(tmp_path / examples)
+    folder = tmp_path / "training" / examples  # only the part of the file's name is replaced
+    folder.parent.mkdir()
+    x, y = fl_bench(folder, examples)
+    partition = foreign_partitions.read(folder)
     scale = 255 if examples == "femnist" else 1
     for part, rows in ((partition.train, [0, 11, 2, 5, 1, 4]), (partition.test, [7, 3, 6])):
         np.testing.assert_allclose(part.x * scale, x[rows], rtol=1e-6)
         np.testing.assert_array_equal(part.y, y[rows])
     assert partition.train.owner.tolist() == [0, 0, 0, 0, 1, 1]
     assert partition.classes == 3
+
+
+def test_labels_that_fl_bench_changed_are_refused(tmp_path):
+    fl_bench(tmp_path / "emnist", "emnist")
+    (tmp_path / "emnist" / "args.json").write_text("{}")
+    line = message(foreign_partitions.read, tmp_path / "emnist")
+    assert "splits balanced, mnist, and its args.json does not say" in line
+    fl_bench(folder := tmp_path / "cifar100", "cifar")
+    (folder / "cifar-10-batches-py").rename(folder / "cifar-100-python")
+    (folder / "cifar-100-python" / "data_batch_1").rename(folder / "cifar-100-python" / "train")
+    (folder / "args.json").write_text('{"super_class": true}')
+    assert "has superclasses as labels" in message(foreign_partitions.read, folder)
+    (folder / "args.json").write_text("{")
+    assert "args.json cannot be read" in message(foreign_partitions.read, folder)
 
 
 class Harmful:

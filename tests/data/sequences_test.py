@@ -117,6 +117,11 @@ def test_leaf_encodes_characters_and_tweets(tmp_path):
     assert dataset.outputs == 4
     every = load(f"leaf:{tmp_path / 'plays'}", every_position=True)
     assert every.y_train.tolist() == [[2, 3], [1, 1]]
+    line = message(lambda: federate(dataset, "natural", clients=1))  # the default split is pooled
+    assert "would train on parts of the test windows: use split=official" in line
+    assert "validation windows" in message(
+        lambda: federate(dataset, "natural", clients=1, split="official", validation_fraction=0.5)
+    )
 
     def tweet(text):
         return ["1", "Mon", "NO_QUERY", "me", text]

@@ -73,6 +73,9 @@ def test_training_and_test_file_share_categories(houses, tmp_path):
     dataset = load(houses, label="price", test=str(more), owner="town")
     assert dataset.metadata["categories"]["kind"] == ["barn", "flat", "house"]
     np.testing.assert_array_equal(dataset.x_test, [[3, 2, 1, 0, 0]])
+    infinite = written(tmp_path / "infinite.csv", "price;kind;age;rooms;town\n1;barn;inf;3;Oslo\n")
+    line = message(lambda: load(houses, label="price", test=infinite.removeprefix("csv:")))
+    assert line.startswith(f"{infinite}: column 'age' is not finite in 1 rows, the first is row 1")
     assert dataset.owner_names[dataset.owner_test[0]] == "Oslo"
 
 
