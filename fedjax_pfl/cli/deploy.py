@@ -11,6 +11,7 @@ from fedjax_pfl.cli.command import Call, Command, check_no_positional
 from fedjax_pfl.cli.configs import changed_settings, default_workdir, define_data_dir, read_settings
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import assembly, flower_version
+from fedjax_pfl.deploy.node_file import DATA_SETTINGS
 from fedjax_pfl.report import loggers, run_reader
 
 HELP = """
@@ -56,13 +57,20 @@ def deploy(call: Call) -> None:
     from fedjax_pfl.deploy import trial
 
     config = read_settings(options, call.arguments)
-    if changed_settings(options).get("clients", options.nodes) != options.nodes:
+    changed = changed_settings(options)
+    in_files = [name for name in changed if name.partition(".")[0] in DATA_SETTINGS]
+    if options.data and in_files:
+        raise UsageError(
+            f"--config.{in_files[0]} is a setting of data, which the files of --data decide; set "
+            "it in each of them"
+        )
+    if changed.get("clients", options.nodes) != options.nodes:
         raise UsageError(
             f"config.clients is {config.clients}, and there are {options.nodes} nodes, one for "
             f"each client; give --nodes={config.clients}"
         )
     config.clients = options.nodes
-    if config.clients_per_round is not None:
+    if config.clients_per_round is not None and "clients_per_round" not in changed:
         config.clients_per_round = min(config.clients_per_round, options.nodes)
     settings, registry = assembly.complete(config.to_dict())
     if len(options.data) not in (0, options.nodes):

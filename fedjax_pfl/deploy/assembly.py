@@ -52,6 +52,8 @@ def complete(user_settings: Mapping[str, Any]) -> tuple[ConfigDict, configuratio
         "augment": settings.augment,
         "evaluate_clients": settings.evaluate_clients is not None,
         "store": settings.store not in ("auto", "device"),
+        "privacy": settings.privacy != "none",  # all nodes know the seed of the noise
+        "attack": settings.attack != "none",
     }
     for name, is_set in simulation_only.items():
         if is_set:
@@ -107,17 +109,24 @@ def federation_from(description: Mapping[str, Any]) -> Federation:
 
 
 def _normalisation(description: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns "input_mean" and "input_deviation", a list with one number for each input feature.
+    """Returns the means and deviations that the federation's description has, as in a simulation.
 
-    None if the federation's description has no mean. Inputs that are not normalised get 0 and 1.
+    These are "input_mean" and "input_deviation" with one number for each input feature, 0 and 1 if
+    it is not normalised, and "target_mean" and "target_deviation". None if there is no mean.
     """
     if "mean" not in description:
         return None
     normalised = np.array(description["alike"]["normalise"]["features"], bool)
-    mean, deviation = np.zeros(len(normalised)), np.ones(len(normalised))
-    mean[normalised] = description["mean"][: normalised.sum()]
-    deviation[normalised] = description["deviation"][: normalised.sum()]
-    return {"input_mean": mean.tolist(), "input_deviation": deviation.tolist()}
+    n, metadata = int(normalised.sum()), dict[str, Any]()
+    for name, default in (("mean", 0.0), ("deviation", 1.0)):
+        values = description[name]
+        if n:
+            inputs = np.full(len(normalised), default)
+            inputs[normalised] = values[:n]
+            metadata[f"input_{name}"] = inputs.tolist()
+        if description["alike"]["normalise"]["targets"]:
+            metadata[f"target_{name}"] = list(values[n:])
+    return metadata
 
 
 def zero_data(description: Mapping[str, Any]) -> FederatedData:

@@ -13,6 +13,7 @@ from fedjax_pfl.core.algorithm import PyTree
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.deploy import storage, wire
+from fedjax_pfl.deploy.lines import to_stderr
 from fedjax_pfl.deploy.programs import ClientPrograms, RoundInputs
 from fedjax_pfl.deploy.schema import TRAIN, InvalidError
 from fedjax_pfl.deploy.storage import BEFORE_FIRST_ROUND, ClientDisk, RoundRecord
@@ -134,5 +135,8 @@ def _evaluate(client: RunClient, request: wire.Message) -> bytes:
     scores = client.programs.score(served_values, payload, client_state, inputs)
     if request.facts["last"] and client.save_model is not None:
         variables = client.programs.personalize(served_values, client_state, inputs)
-        client.save_model(variables, request.facts["round"])
+        try:
+            client.save_model(variables, request.facts["round"])
+        except (UsageError, OSError) as error:  # the scores must not be lost with the model
+            to_stderr(f"client {client.i}: the model is not saved: {error}")
     return wire.encode(wire.response_facts(request), {"scores": scores})

@@ -62,7 +62,7 @@ def _check_consistency(described: Mapping[str, Any]) -> None:
     _need(("sums" in described) == ("normalise" in described), "it has sums without columns")
     if "sums" in described:
         sums, normalised = described["sums"], described["normalise"]
-        positions = math.prod(shape[:-1])
+        positions = math.prod(shape[:-1]) if any(normalised["features"]) else 1
         width = sum(normalised["features"]) + normalised["targets"] * math.prod(
             described["target"][1]
         )

@@ -17,6 +17,7 @@ from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.data.dataset import LATER, Dataset
+from fedjax_pfl.data.normalise import select_constants
 from fedjax_pfl.data.numbers import row_chunks
 from fedjax_pfl.deploy import schema, vocabulary
 from fedjax_pfl.deploy.node_file import NodeFile
@@ -30,7 +31,7 @@ class NodeExamples(NamedTuple):
 
     data: FederatedData  # of one client
     facts: dict[str, Any]  # description; passes `schema.NODE_DESCRIPTION`
-    metadata: Mapping[str, Any] | None = None  # stays at the node: normalisation of shared data
+    metadata: Mapping[str, Any]  # stays at the node: names, mean and deviation if known
 
     def digest(self) -> str:
         """Returns a SHA-256 digest of the examples, which never leaves the node."""
@@ -69,12 +70,14 @@ def read(file: NodeFile) -> NodeExamples:
     )
     if "clients" in file.data:
         return _read_shared(dataset, settings, file.client, split)
-    normalisation = dataset.normalise
-    if normalisation is None or normalisation.scope != "federation":
-        normalisation = None
-    else:
+    normalisation, columns, targets = dataset.normalise, np.zeros(0, bool), False
+    if normalisation is not None and normalisation.scope == "federation":
         # Kept as read: the sums of all nodes are needed first, and float32 would round the numbers.
         dataset = dataset._replace(normalise=normalisation._replace(scope=LATER))
+        columns, targets = normalisation.features, normalisation.targets
+    elif normalisation is not None:  # the client's own inputs, and targets over the federation
+        dataset = dataset._replace(normalise=normalisation._replace(targets=False))
+        columns, targets = np.zeros_like(normalisation.features), normalisation.targets
     arrays, federation = data.federate(dataset, "iid", clients=1, **split)
     metadata, optional_facts = dataset.metadata or {}, dict[str, Any]()
     if "classes" in metadata:
@@ -82,11 +85,10 @@ def read(file: NodeFile) -> NodeExamples:
     if "input" in metadata:  # a digest: nodes compare column names without sending them
         text = json.dumps([metadata["input"], metadata.get("label"), file.words]).encode()
         optional_facts["input"] = hashlib.sha256(text).hexdigest()
-    if normalisation is not None:
-        optional_facts |= _sums(
-            arrays, normalisation.features, normalisation.targets, file.least_rows
-        )
-    return NodeExamples(arrays, _facts(_as_float32(arrays), federation, **optional_facts))
+    if columns.any() or targets:
+        optional_facts |= _sums(arrays, columns, targets, file.least_rows)
+    facts = _facts(_as_float32(arrays), federation, **optional_facts)
+    return NodeExamples(arrays, facts, select_constants(federation.metadata or {}, 0))
 
 
 def _as_float32(arrays: FederatedData) -> FederatedData:
@@ -118,8 +120,8 @@ def _read_shared(
         held_out=settings.held_out,
         **split,
     )
-    arrays = single_client(all_arrays, i)
-    return NodeExamples(arrays, _facts(arrays, federation), federation.metadata)
+    arrays, metadata = single_client(all_arrays, i), select_constants(federation.metadata or {}, i)
+    return NodeExamples(arrays, _facts(arrays, federation), metadata)
 
 
 def _facts(arrays: FederatedData, federation: Federation, **optional_facts: Any) -> dict[str, Any]:

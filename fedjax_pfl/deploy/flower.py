@@ -152,7 +152,8 @@ class FlowerExchange:
             other_owners = [owner for owner in keys if owner != number and keys[owner] == key]
             if keys.get(number, key) != key or other_owners:
                 self.log_once(
-                    f"{node.name} has another key than before, or another client's: refused"
+                    f"{node.name} has another key than before, or another client's: refused; if "
+                    f"its owner replaced the key, remove client {number} from {path}"
                 )
                 continue
             keys[number] = key

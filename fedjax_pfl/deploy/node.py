@@ -210,9 +210,8 @@ def _client(
     data = examples.normalise(node_examples, description, i)
     _, method = assembly.build_method(settings, registry, description, data)
     group = method.group(i)
-    federation = method.federation
-    if node_examples.metadata is not None:
-        federation = federation._replace(metadata=node_examples.metadata)
+    metadata = {**node_examples.metadata, **(method.federation.metadata or {})}
+    federation = method.federation._replace(metadata=metadata)
 
     def save_model(variables: PyTree, t: int) -> None:
         """Writes the client's model after `t` rounds, and the names of its classes."""

@@ -253,6 +253,13 @@ class _Run(NamedTuple):
         pending = server.open_round(self.server, server_state, t)
         updates, message_bytes = self.collect(pending, server.read_update)
         accepted = sum(update.accepted for update in updates.values())
+        if len(updates) == len(pending.requests) and accepted < self.waiting.min_answers:
+            rejected = [str(i) for i, update in sorted(updates.items()) if not update.accepted]
+            raise UsageError(  # nodes would send the same updates again
+                f"the updates of clients {', '.join(rejected)} in round {t + 1} are not finite or "
+                f"too large, and a round needs {self.waiting.min_answers} others; start again with "
+                "a smaller learning_rate and another workdir"
+            )
         if accepted < self.waiting.min_answers:
             self.log(
                 f"round {t + 1}: accepted {accepted} of {len(pending.requests)} responses, needs "

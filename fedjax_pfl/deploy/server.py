@@ -22,7 +22,7 @@ from fedjax_pfl.simulation import summaries
 from fedjax_pfl.simulation.records import Evaluation, Log
 
 _SLACK = 1_000_000  # bytes of a response besides its arrays
-_MAX_METRIC = 1e12  # largest loss or metric of one example
+_MAX_METRIC = 1e30  # largest loss or metric of one example; sums of them are computed in float64
 _ROUNDING = 1e-5  # rounding error of a percentage that was summed in float32
 
 

@@ -28,7 +28,7 @@ class _Value:
       owner: Machine that can compute it: _EITHER, _SERVER or _CLIENT.
       value: The array, or None on a machine that cannot compute it.
       size: Size in bytes.
-      rows: Path of the server-side rows that this value is, or an empty string.
+      rows: Path of the server-side rows that this value has for all clients, or an empty string.
       crossed: The value was sent to the client.
       spread: Operation, operands and output index of a value that is larger than its operands. The
         operands are sent instead.
@@ -135,8 +135,14 @@ def _operation(equation: Any, operands: Sequence[_Value], side: _Side) -> list[_
     outputs = jaxprs.compute(equation, values) if owner in side.computes else [None] * len(sizes)
     results = [_Value(owner, output, size) for output, size in zip(outputs, sizes, strict=True)]
     server_bytes = sum(operand.size for operand in operands if operand.owner == _SERVER)
-    reads_rows = any(operand.rows for operand in operands)
-    if owner == _SERVER and max(sizes) > server_bytes and not reads_rows:
+    if owner != _SERVER:
+        return results
+    for variable, operand in zip(equation.invars, operands, strict=True):
+        for output, result in zip(equation.outvars, results, strict=True):
+            has_others = operand.rows and variable.aval.shape[0] > 1
+            if has_others and output.aval.size >= variable.aval.size:  # still those of all clients
+                result.rows = operand.rows
+    if max(sizes) > server_bytes and not any(operand.rows for operand in operands):
         for position, result in enumerate(results):
             result.spread = equation, operands, position
     return results

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from fedjax_pfl import data
+from fedjax_pfl.data.normalise import without_client_constants
 from fedjax_pfl.runs.build import Experiment
 
 
@@ -19,7 +20,7 @@ def example_facts(experiment: Experiment, partition: int = 0) -> dict[str, Any]:
     """
     config = experiment.phases[0].config
     examples, federation = experiment.partitions[partition]
-    facts = dict(federation.metadata or {})
+    facts = without_client_constants(federation.metadata or {})
     if np.issubdtype(examples.y.dtype, np.floating):
         facts["score_deviation"] = _target_deviation(examples)
     if data.reads_own_files(config.dataset):

@@ -19,6 +19,7 @@ from fedjax_pfl.core.groups import group_algorithms
 from fedjax_pfl.core.randomness import PERSONAL, stage_key
 from fedjax_pfl.core.tensor_file import safetensors_package
 from fedjax_pfl.data import ClientData, client_data
+from fedjax_pfl.data.normalise import select_constants
 from fedjax_pfl.networks import torch_weights
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs import checkpoints, run_directory
@@ -221,7 +222,7 @@ def pack(
         "input_dtype": run.federation.input_dtype,
         "each": list(run.federation.positions),
         "outputs": run.federation.outputs,
-        **_input_scale(run.federation.metadata or {}, data),
+        **_constants(select_constants(run.federation.metadata or {}, client), data),
         "label_map": _as_list(data.label_map),
         "classes": _as_list(data.classes),
     }
@@ -231,15 +232,17 @@ def pack(
     return safetensors_package().numpy.save(arrays, metadata={_KEY: json.dumps(facts)})
 
 
-def _input_scale(metadata: Mapping[str, Any], data: ClientData) -> dict[str, Any]:
-    """Returns the fields `scale` and `shift`, lists or None: the network gets x * scale + shift.
+def _constants(metadata: Mapping[str, Any], data: ClientData) -> dict[str, Any]:
+    """Returns `scale`, `shift`, `target_mean` and `target_deviation`, each a list or None.
 
-    They are from the mean and deviation in `metadata` if it has them, else from `data`.
+    The network gets x * scale + shift, from the mean and deviation of the client in `metadata` if
+    it has them, else from `data`. It predicts (y - target_mean) / target_deviation.
     """
+    facts = {name: metadata.get(name) for name in ("target_mean", "target_deviation")}
     if "input_mean" not in metadata:
-        return {"scale": _as_list(data.scale), "shift": _as_list(data.shift)}
+        return {"scale": _as_list(data.scale), "shift": _as_list(data.shift), **facts}
     mean, deviation = np.array(metadata["input_mean"]), np.array(metadata["input_deviation"])
-    return {"scale": _as_list(1 / deviation), "shift": _as_list(-mean / deviation)}
+    return {"scale": _as_list(1 / deviation), "shift": _as_list(-mean / deviation), **facts}
 
 
 def personalize(
@@ -261,8 +264,9 @@ def describe(path: str | Path) -> dict[str, Any]:
     """Returns the description of a model file by field, such as `input_shape` and `outputs`.
 
     Inputs are x * scale + shift if these are not None, computed in 64 bits. Output c is class c of
-    the dataset, or the classes that `label_map` maps to c. `classes` says which outputs count.
-    Raises UsageError for other files.
+    the dataset, or the classes that `label_map` maps to c. `classes` says which outputs count. For
+    a regression, outputs times target_deviation plus target_mean are targets, if these are not
+    None. Raises UsageError for other files.
     """
     package = safetensors_package()
     try:

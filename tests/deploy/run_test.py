@@ -244,10 +244,37 @@ def test_a_user_defined_method_runs_at_nodes_that_list_it(tmp_path, monkeypatch)
         assert export.describe(path)["algorithm"] == "scaled"
 
 
+def test_scores_count_if_the_model_cannot_be_saved(tmp_path, monkeypatch, capsys):
+    """No file holds a prediction function of one's own; all of its scores are in the report."""
+    (tmp_path / "with_own.py").write_text(
+        "from fedjax_pfl.algorithms import fedavg\n\n\n"
+        "def guarded(model, training, federation):\n"
+        "    base = fedavg(model, training, federation)\n"
+        "    def predict(variables, x):\n"
+        "        return base.predict(variables, x)\n"
+        "    return base._replace(predict=predict)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = {**CONFIG, "algorithm": "with_own:guarded", "rounds": 1, "eval_every": 1}
+    result = Nodes(tmp_path, 3, code=("with_own:guarded",)).run(config, tmp_path / "real")
+    assert result.metrics[-1]["before"]["clients"] == 3
+    assert capsys.readouterr().err.count("the model is not saved: ") == 3
+    assert not list(tmp_path.glob("node-*/run-*/model.safetensors"))
+
+
+def test_updates_that_are_not_finite_end_the_run_with_the_reason(tmp_path):
+    """Nodes would send the same updates if they were asked again."""
+    config = {**CONFIG, "learning_rate": 1e38, "clients_per_round": None}
+    line = message(Nodes(tmp_path, 3).run, config, tmp_path / "run")
+    assert line.startswith("the updates of clients 0, 1, 2 in round 1 are not finite or too large")
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
         ({"dropout": 0.1}, "dropout"),
+        ({"privacy": "local"}, "privacy is for simulations"),
+        ({"attack": "sign_flip", "attack_share": 0.5}, "attack is for simulations"),
         ({"step_seconds": 1.0}, "step_seconds is for simulations"),
         ({"speed_trace": "x.csv"}, "speed_trace is for simulations"),
         ({"phases": ({"rounds": 1},)}, "phases"),

@@ -58,9 +58,19 @@ def test_the_result_of_a_server_operation_is_sent():
     np.testing.assert_array_equal(variables, ROWS[2] * 2)
 
 
-def test_rows_of_other_clients_are_never_sent():
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows, i: rows,
+        lambda rows, i: rows * 1.0,
+        lambda rows, i: rows.reshape(-1, 1).reshape(rows.shape),
+        lambda rows, i: jax.jit(jnp.transpose)(rows).T,
+        lambda rows, i: rows - rows[i][None],
+    ],
+)
+def test_rows_of_other_clients_are_never_sent(change):
     def greedy(state, client, ctx):
-        return jnp.where(client[0] > 0, state.rows, 0.0).sum(0)
+        return jnp.where(client[0] > 0, change(state.rows, ctx.i), 0.0).sum(0)
 
     with pytest.raises(UsageError, match="all clients' rows"):
         run_both(greedy)

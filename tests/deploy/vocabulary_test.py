@@ -85,9 +85,10 @@ def test_a_file_of_text_is_refused(tmp_path):
 
 
 def examples_of(tmp_path, rows, **content):
-    """Reads the examples of a node with a table of two integer classes."""
+    """Reads the examples of a node with a table, by default of two integer classes."""
     (tmp_path / "t.csv").write_text(rows)
-    shared = {"dataset": f"csv:{tmp_path / 't.csv'}", "labels": 2, "test_fraction": 0.3}
+    shared = {"dataset": f"csv:{tmp_path / 't.csv'}", "test_fraction": 0.3}
+    shared |= {} if "csv" in content else {"labels": 2}
     return examples.read(node_file.parse({**shared, **content}, "node.json"))
 
 
@@ -98,6 +99,27 @@ def test_only_normalised_columns_are_summed(tmp_path):
     assert facts["normalise"] == {"features": [False, False, True], "targets": False}
     assert (facts["sums"]["n"], len(facts["sums"]["mean"])) == (28, 1)
     assert 2 < facts["sums"]["mean"][0] < 4
+
+
+def test_targets_of_clients_that_normalise_their_own_inputs_are_summed(tmp_path):
+    """As in a simulation, where targets are normalised over the federation."""
+    rows = "age,price\n" + "2,10\n4,30\n" * 20
+    table = {"normalise": "client", "label": "price", "label_kind": "number"}
+    mine = examples_of(tmp_path, rows, csv=table)
+    assert mine.facts["normalise"] == {"features": [False], "targets": True}
+    assert len(mine.facts["sums"]["mean"]) == 1
+    used = np.asarray(mine.data.train.rows[0, : mine.data.train.size[0]])
+    x = np.asarray(mine.data.x)[used]
+    np.testing.assert_allclose([x.mean(), x.std()], [0, 1], atol=1e-6)
+    y = np.asarray(mine.data.y)
+    assert sorted(set(y[:, 0].tolist())) == [10, 30]  # not yet normalised
+    (mean,), (deviation,) = mine.metadata["input_mean"], mine.metadata["input_deviation"]
+    np.testing.assert_allclose(sorted(set((x[:, 0] * deviation + mean).round(5))), [2, 4])
+    description = {"counts": [mine.facts["counts"]], "alike": schema.shared_fields(mine.facts)}
+    description |= {"mean": [20.0], "deviation": [10.0]}
+    np.testing.assert_allclose(
+        sorted(set(examples.normalise(mine, description, 0).y[:, 0])), [-1, 1]
+    )
 
 
 def test_numbers_are_normalised_before_they_are_rounded(tmp_path):

@@ -167,6 +167,8 @@ def test_names_and_metadata_of_a_file(tmp_path):
         "layout": "flax",
         "scale": np.asarray(result.data.scale).tolist(),
         "shift": np.asarray(result.data.shift).tolist(),
+        "target_mean": None,
+        "target_deviation": None,
         "label_map": np.asarray(result.data.label_map[1]).tolist(),
     }
     # Scale and shift convert stored examples to inputs exactly.
@@ -220,6 +222,26 @@ def test_metadata_converts_raw_numbers_of_a_table(tmp_path):
     facts, raw = export.describe(path), load("wine").x_train.astype(np.float64)
     inputs = (raw * facts["scale"] + facts["shift"]).astype(np.float32)
     np.testing.assert_allclose(np.sort(inputs, 0), np.sort(result.data.x, 0), atol=2e-6)
+
+
+def test_metadata_converts_rows_of_clients_that_are_normalised_on_their_own(tmp_path):
+    """The clients' numbers differ by a hundred; targets are normalised over the federation."""
+    rng, owners = np.random.default_rng(0), np.arange(60) % 3
+    x = rng.normal(size=60) + 100 * owners
+    y = 1000 * rng.normal(size=60)
+    rows = "".join(f"{owners[i]},{float(x[i])!r},{float(y[i])!r}\n" for i in range(60))
+    (tmp_path / "t.csv").write_text(f"who,x,price\n{rows}")
+    table = {"owner": "who", "label": "price", "label_kind": "number", "normalise": "client"}
+    settings = {"dataset": f"csv:{tmp_path / 't.csv'}", "csv": table, "partition": "natural"}
+    result = make_result(1, "fedavg", model="mlp", **settings)
+    for i, path in enumerate(export.write_models(result, tmp_path / "models")):
+        facts = export.describe(path)
+        parts = (result.data.train, result.data.test)
+        used = np.concatenate([part.rows[i, : part.size[i]] for part in parts])
+        inputs = x[owners == i, None] * facts["scale"] + facts["shift"]
+        np.testing.assert_allclose(np.sort(inputs, 0), np.sort(result.data.x[used], 0), atol=1e-5)
+        targets = result.data.y[used] * facts["target_deviation"] + facts["target_mean"]
+        np.testing.assert_allclose(np.sort(targets[:, 0]), np.sort(y[owners == i]), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", algorithms.METHODS)
