@@ -4,8 +4,12 @@ The change of each array against the downloaded array of the same path is compre
 was not downloaded is compressed whole. Sparsification keeps the largest changes (Aji and Heafield,
 2017). Quantisation rounds at random, without bias, to 2^(b-1)-1 levels on each side of 0, as in
 QSGD (Alistarh et al., 2017), which scales by the norm of the array, here by its largest change.
-Error feedback adds the compression error to the client's next upload (Seide et al., 2014). A layer
-without upload traffic in a round, such as a block that the client does not hold, keeps its error.
+Error feedback adds the compression error to the client's next upload (Seide et al., 2014), for
+arrays whose changes add up over rounds: those of a model (params, batch_stats), and those whose
+first name ends with change or gradient. Other arrays, such as means of classes, are computed anew
+in each round, where an added error would only falsify the next value. A layer without upload
+traffic in a round, such as a block that the client does not hold, keeps its error. A later phase
+starts without errors.
 Variances of BatchNorm are not sent below 0: their compressed change is at least −(downloaded
 variance).
 """
@@ -50,6 +54,11 @@ class Client(NamedTuple):
     lost: PyTree  # compression error, in the structure of the upload, or ()
 
 
+def sent_values(size: int, top_k: float) -> int:
+    """Returns how many of `size` values are sent: the fraction `top_k`, rounded up."""
+    return max(1, math.ceil(round(top_k * size, 6)))  # 0.07 * 100 is 7.000000000000001
+
+
 def leaf_bytes(size: int, bits: int | None, top_k: float | None, full_bits: int = 32) -> int:
     """Returns the bytes of a compressed array: values, their indices, and a scale if quantised.
 
@@ -59,7 +68,7 @@ def leaf_bytes(size: int, bits: int | None, top_k: float | None, full_bits: int 
       top_k: Fraction of values that are sent; None: all.
       full_bits: Bits per value before compression.
     """
-    sent = size if top_k is None else math.ceil(top_k * size)
+    sent = size if top_k is None else sent_values(size, top_k)
     bits_per_value = (bits or full_bits) + (0 if top_k is None else _INDEX_BITS)
     return -(-(sent * bits_per_value + (_SCALE_BITS if bits else 0)) // 8)
 
@@ -75,7 +84,7 @@ def encode(x: jax.Array, key: jax.Array, bits: int | None, top_k: float | None) 
     """
     flat = x.ravel()
     if top_k is not None:
-        _, indices = jax.lax.top_k(jnp.abs(flat), math.ceil(top_k * flat.size))
+        _, indices = jax.lax.top_k(jnp.abs(flat), sent_values(flat.size, top_k))
         flat = jnp.zeros_like(flat).at[indices].set(flat[indices])
     if bits is not None:
         levels = 2 ** (bits - 1) - 1
@@ -104,7 +113,7 @@ def compression(
       data: Examples; only their shapes matter, which determine those of an upload.
       bits: Bits per value, 2 to 16; None: not quantised.
       top_k: Fraction of the values of each array that are sent; None: all.
-      feedback: Whether a client adds the compression error to its next upload.
+      feedback: Whether a client adds the compression error to its next upload, see above.
     """
     require(bits is None or 2 <= bits <= 16, f"bits is {bits}; it must be 2 to 16")
     require(top_k is None or 0 < top_k <= 1, f"top_k is {top_k}; it is a fraction, above 0, to 1")
@@ -117,17 +126,18 @@ def compression(
             paths, structure = jax.tree_util.tree_flatten_with_path(result.upload)
             new = [leaf for _, leaf in paths]
             old = jax.tree.leaves(trees.matching_download(payload, result.upload))
-            lost = jax.tree.leaves(client.lost) if feedback else [jnp.zeros(())] * len(new)
+            lost = jax.tree.leaves(client.lost)
             up = member.traffic(payload, result.upload).up
             for i, (path, leaf) in enumerate(paths):
                 if not _is_exact(leaf):
-                    change = leaf - old[i] + lost[i]
+                    adds_up = feedback and _adds_up(path)
+                    change = leaf - old[i] + (lost[i] if adds_up else 0)
                     sent = encode(change, jax.random.fold_in(key, i), bits, top_k)
                     sent = jnp.maximum(sent, -old[i]) if is_variance(path) else sent
                     is_sent = jnp.asarray(up.get(trees.layer_name(path), 1)) > 0
                     new[i] = jnp.where(is_sent, old[i] + sent, leaf)
-                    # With the rounding of the sum, which is large in bfloat16.
-                    lost[i] = jnp.where(is_sent, change - (new[i] - old[i]), lost[i])
+                    if adds_up:  # with the rounding of the sum, which is large in bfloat16
+                        lost[i] = jnp.where(is_sent, change - (new[i] - old[i]), lost[i])
             new_lost = jax.tree.unflatten(structure, lost) if feedback else ()
             upload = jax.tree.unflatten(structure, new)
             return result._replace(upload=upload, client=Client(result.client, new_lost))
@@ -156,6 +166,13 @@ def compression(
         return trees.repeat(zeros, federation.clients)
 
     return partial(with_client_state, record=Client, first=first, wrap=wrap)
+
+
+def _adds_up(path: tuple[Any, ...]) -> bool:
+    """Returns True for an array of an upload whose changes add up over rounds."""
+    names = [str(getattr(entry, "key", getattr(entry, "name", ""))) for entry in path]
+    in_model = "params" in names or "batch_stats" in names
+    return in_model or (bool(names) and names[0].endswith(("change", "gradient")))
 
 
 def _is_exact(leaf: Any) -> bool:

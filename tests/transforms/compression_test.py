@@ -76,6 +76,7 @@ def test_top_k_sends_the_largest_values_unchanged(top_k: float, count: int):
         (10, None, 0.25, 24),  # 2.5 is 3 values
         (100, 8, 0.1, 54),  # 10 · (8 + 32) + 32 bits
         (7, 4, 0.01, 9),  # 4 + 32 + 32 bits
+        (100, None, 0.07, 56),  # 0.07 · 100 is more than 7 in float64
     ],
 )
 def test_leaf_bytes(size: int, bits: int | None, top_k: float | None, expected: int):
@@ -90,10 +91,11 @@ CHANGES = np.float32([[8, -3, 1, 0], [1, -3, 2, 5], [-4, 1, 2, 1]])
 
 def scripted() -> Algorithm:
     """Returns a method that adds CHANGES[t] and also uploads a counter and a mask."""
-    state = State({"w": jnp.zeros(4)}, (), jnp.arange(6))
+    state = State({"params": {"w": jnp.zeros(4)}}, (), jnp.arange(6))
 
     def train(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
-        new, t = {"w": payload["w"] + jnp.asarray(CHANGES)[ctx.t]}, ctx.t
+        t = ctx.t
+        new = {"params": {"w": payload["params"]["w"] + jnp.asarray(CHANGES)[t]}}
         extra = {"count": 300 + jnp.asarray(t, jnp.int32), "mask": jnp.asarray([True, False])}
         return ClientResult({**new, **extra}, new, client + 1, {"loss": jnp.zeros(())})
 
@@ -115,16 +117,18 @@ def script(**settings: Any) -> tuple[np.ndarray, list[np.ndarray], Client]:
     train = jax.jit(algorithm.train)
     sent, lost = [], []
     for t in range(3):
-        payload = {"w": jnp.float32([16, 32, -16, 2]) * t}
+        w = jnp.float32([16, 32, -16, 2]) * t
+        payload = {"params": {"w": w}}
         key = jax.random.fold_in(KEY, t)
         upload, variables, client, _ = train(
             payload, client, ClientContext(0, (), jnp.int32(t), key)
         )
-        np.testing.assert_array_equal(variables["w"], payload["w"] + CHANGES[t])
+        np.testing.assert_array_equal(variables["params"]["w"], w + CHANGES[t])
         assert (int(upload["count"]), upload["mask"].tolist()) == (300 + t, [True, False])
         assert (upload["count"].dtype, upload["mask"].dtype) == (jnp.int32, jnp.bool_)
-        sent.append(np.asarray(upload["w"] - payload["w"]))
-        lost.append(np.asarray(client.lost["w"]) if settings.get("feedback", True) else None)
+        sent.append(np.asarray(upload["params"]["w"] - w))
+        with_feedback = settings.get("feedback", True)
+        lost.append(np.asarray(client.lost["params"]["w"]) if with_feedback else None)
     return np.array(sent), lost, client
 
 
@@ -164,18 +168,18 @@ def test_a_layer_that_is_not_uploaded_keeps_its_error():
     client = jax.tree.map(lambda leaf: leaf[0], algorithm.init(KEY).clients)
     for t, lost in enumerate(([0, 0, 1, 0], [0, 0, 1, 0], [0, 1, 0, 1])):
         ctx = ClientContext(0, (), jnp.int32(t), KEY)
-        client = algorithm.train({"w": jnp.zeros(4)}, client, ctx).client
-        np.testing.assert_array_equal(client.lost["w"], lost)
+        client = algorithm.train({"params": {"w": jnp.zeros(4)}}, client, ctx).client
+        np.testing.assert_array_equal(client.lost["params"]["w"], lost)
 
 
 def test_the_error_includes_the_rounding_of_bfloat16():
     """Around 64, numbers in bfloat16 are 0.5 apart."""
     data, federation = tiny.federated()
-    old = {"w": jnp.full(4, 64, jnp.bfloat16)}
+    old = {"params": {"w": jnp.full(4, 64, jnp.bfloat16)}}
     change = jnp.asarray(CHANGES[0], jnp.bfloat16)
 
     def train(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
-        new = {"w": payload["w"] + change}
+        new = {"params": {"w": payload["params"]["w"] + change}}
         return ClientResult(new, new, client, {"loss": jnp.zeros(())})
 
     first = State(old, (), jnp.arange(6))
@@ -183,18 +187,41 @@ def test_the_error_includes_the_rounding_of_bfloat16():
     algorithm = compression(federation, data, bits=3)(method)
     client = jax.tree.map(lambda leaf: leaf[0], algorithm.init(KEY).clients)
     result = algorithm.train(old, client, ClientContext(0, (), jnp.int32(0), KEY))
-    sent = np.float32(result.upload["w"]) - 64
-    np.testing.assert_array_equal(sent + np.float32(result.client.lost["w"]), CHANGES[0])
+    sent = np.float32(result.upload["params"]["w"]) - 64
+    lost = np.float32(result.client.lost["params"]["w"])
+    np.testing.assert_array_equal(sent + lost, CHANGES[0])
     assert (sent % 1).any()
 
 
-def test_init_continues_the_error_of_an_earlier_phase():
+def test_values_that_are_computed_anew_are_sent_as_they_are():
+    """Each sent entry is the value or 0; a change that the server adds catches up instead."""
+    data, federation = tiny.federated()
+    value = jnp.asarray(X)
+
+    def train(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
+        upload = {"means": {"c": value}, "control_change": {"c": value}}
+        return ClientResult(upload, payload, client, {"loss": jnp.zeros(())})
+
+    algorithm = compression(federation, data, top_k=0.25)(scripted()._replace(train=train))
+    client = jax.tree.map(lambda leaf: leaf[0], algorithm.init(KEY).clients)
+    sums = {"means": np.zeros(len(X)), "control_change": np.zeros(len(X))}
+    for t in range(8):
+        ctx = ClientContext(0, (), jnp.int32(t), KEY)
+        upload, _, client, _ = algorithm.train({"params": {"w": jnp.zeros(4)}}, client, ctx)
+        np.testing.assert_array_equal(upload["means"]["c"], np.where(np.abs(X) == 1, X, 0))
+        for name in sums:
+            sums[name] += np.asarray(upload[name]["c"])
+    assert np.abs(sums["control_change"] - 8 * X).max() < 4
+    assert np.abs(sums["means"] - 8 * X).max() > 7
+
+
+def test_init_restarts_the_error_and_continues_the_method():
     data, federation = tiny.federated()
     algorithm = compression(federation, data, bits=8)(scripted())
     state = algorithm.init(KEY)
     np.testing.assert_array_equal(state.clients.method, np.arange(6))
-    shapes = {name: leaf.shape for name, leaf in state.clients.lost.items()}
-    assert shapes == {"w": (6, 4), "count": (6,), "mask": (6, 2)}
+    shapes = jax.tree.map(jnp.shape, state.clients.lost)
+    assert shapes == {"params": {"w": (6, 4)}, "count": (6,), "mask": (6, 2)}
     assert not any(leaf.any() for leaf in jax.tree.leaves(state.clients.lost))
     later = state._replace(clients=state.clients._replace(method=7 + state.clients.method))
     again = algorithm.init(KEY, later)
