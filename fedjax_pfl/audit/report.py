@@ -85,12 +85,18 @@ def audit(result: Result, clients: Sequence[int], *, first: bool = False, **sett
 
 
 def check(result: Result, clients: Sequence[int]) -> None:
-    """Raises UsageError if examples are no images or a client has no training or test examples."""
+    """Raises UsageError if examples are no images or a client has no training or test examples.
+
+    Also refuses attackers, which did not train on their own examples as they are.
+    """
     shape, name = result.federation.input_shape, result.config["dataset"]
     is_float = np.issubdtype(result.federation.input_dtype, np.floating)
     if len(shape) != 3 or min(shape[:2]) < SMALLEST_IMAGE or not is_float:
         raise UsageError(f"{name} has examples of shape {list(shape)}; an audit is for images")
+    attackers = np.logical_or.reduce([phase.inputs.is_attacker for phase in result.phases])
     for i in clients:
+        if attackers[i]:
+            raise UsageError(f"client {i} attacked this run; audit another with --clients")
         for split in ("train", "test"):
             if not int(getattr(result.data, split).size[i]):
                 raise UsageError(

@@ -115,8 +115,9 @@ def noised_gradient(gradient: Callable[..., Any], noise: ExampleNoise) -> Callab
             factor = jnp.minimum(1.0, noise.clip_norm / jnp.maximum(norm, 1e-12))
             # An example whose gradient is not finite counts as none, as padding does.
             is_counted = is_example & jnp.isfinite(norm)
-            scaled = jax.tree.map(lambda g: factor.astype(g.dtype) * g, grads)
-            zeros = jax.tree.map(jnp.zeros_like, grads)
+            # In float32: bfloat16 would round to more than the norm allows.
+            scaled = jax.tree.map(lambda g: factor * g.astype(jnp.float32), grads)
+            zeros = jax.tree.map(jnp.zeros_like, scaled)
             return jnp.where(is_example, loss, 0.0), trees.where(is_counted, scaled, zeros)
 
         positions = jnp.arange(batch.mask.shape[0])
@@ -127,11 +128,11 @@ def noised_gradient(gradient: Callable[..., Any], noise: ExampleNoise) -> Callab
         keys = jax.random.split(noise_key, len(leaves))
         deviation = noise.noise_multiplier * noise.clip_norm
 
-        def noised_mean(leaf: jax.Array, key: jax.Array) -> jax.Array:
+        def noised_mean(leaf: jax.Array, param: jax.Array, key: jax.Array) -> jax.Array:
             noise = deviation * jax.random.normal(key, leaf.shape)
-            return ((leaf.astype(jnp.float32) + noise) / count).astype(leaf.dtype)
+            return ((leaf + noise) / count).astype(param.dtype)
 
-        leaves = list(map(noised_mean, leaves, keys))
+        leaves = list(map(noised_mean, leaves, jax.tree.leaves(params), keys))
         return (jnp.sum(losses) / count, non_params), jax.tree.unflatten(structure, leaves)
 
     return noised

@@ -274,7 +274,7 @@ class _Run(NamedTuple):
         sweep_run.at = sweep_run.at._replace(
             round=t + 1,
             ledger=ledger.add(ledger_before, logs, 1, free),
-            pending=summaries.gather(sweep_run.at.pending, logs, 1),
+            pending=summaries.gather(sweep_run.at.pending, logs, 1, phase.inputs.is_attacker),
         )
         trained_at = time.perf_counter()
         is_due = (t + 1) % phase.config.eval_every == 0 or t + 1 == phase.end

@@ -201,7 +201,7 @@ def _record(loop: Loop, sweep_run: SweepRun, i: int, state: State, call: Call) -
         seconds=sweep_run.at.seconds + seconds,
         evaluate_seconds=sweep_run.at.evaluate_seconds + call.evaluate_seconds / count,
         ledger=ledger.add(sweep_run.at.ledger, logs, rounds, uncounted),
-        pending=summaries.gather(sweep_run.at.pending, logs, rounds),
+        pending=summaries.gather(sweep_run.at.pending, logs, rounds, loop.phase.inputs.is_attacker),
         simulated_seconds=speeds.elapsed(logs, rounds, sweep_run.at.simulated_seconds),
         late=sweep_run.at.late + speeds.late(logs, rounds),
     )

@@ -181,17 +181,19 @@ def mean_std(values: Sequence[float]) -> dict[str, Any]:
 Pending = tuple[dict[str, float], int]
 
 
-def gather(pending: Pending, logs: Sequence[Log], rounds: int) -> Pending:
+def gather(pending: Pending, logs: Sequence[Log], rounds: int, is_attacker: np.ndarray) -> Pending:
     """Returns the sums with the training metrics of updates that the server used.
 
     Args:
       pending: Sums before these rounds.
       logs: One log per architecture group, arrays [rounds or more, K].
       rounds: Number of rounds to add.
+      is_attacker: bool [N]; updates of attackers do not count.
     """
     sums, count = dict(pending[0]), pending[1]
     for log in logs:
-        arrived = log.arrived[:rounds]
+        used = log.arrived[:rounds]
+        arrived = used & ~is_attacker[np.where(used, log.ids[:rounds], 0)]
         count += int(arrived.sum())
         for name, values in log.metrics.items():
             sums[name] = sums.get(name, 0.0) + float(values[:rounds][arrived].sum())
@@ -199,7 +201,7 @@ def gather(pending: Pending, logs: Sequence[Log], rounds: int) -> Pending:
 
 
 def means(pending: Pending) -> dict[str, float | None]:
-    """Returns the training metrics since the last evaluation, averaged over all updates.
+    """Returns the training metrics since the last evaluation, averaged over all honest updates.
 
     They are named train_NAME; None if there are no updates.
     """

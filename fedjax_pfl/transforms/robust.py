@@ -141,7 +141,9 @@ def _krum_selection(uploads: Uploads, count: Any) -> jax.Array:
     m = jnp.sum(uploads.arrived)
     itself = jnp.eye(len(uploads.x), dtype=bool)
     others = jnp.where(itself, jnp.inf, _squared_distances(uploads))
-    nearest = _smallest(others, jnp.maximum(m - uploads.f - 2, 1)) & jnp.isfinite(others)
+    # An upload whose squared distances overflow has an infinite sum.
+    is_other = uploads.arrived[None] & ~itself
+    nearest = _smallest(others, jnp.maximum(m - uploads.f - 2, 1)) & is_other
     sums = jnp.sum(jnp.where(nearest, others, 0.0), -1)
     return _smallest(jnp.where(uploads.arrived, sums, jnp.inf), count).astype(jnp.float32)
 
@@ -210,7 +212,9 @@ def mix(uploads: Uploads) -> tuple[Uploads, jax.Array]:
     Also returns, for each client, the fraction of these means that contain its upload, [K].
     """
     count = jnp.sum(uploads.arrived) - uploads.f
-    nearest = _smallest(_squared_distances(uploads), count).astype(jnp.float32)
+    scale = jnp.max(jnp.abs(jnp.where(uploads.arrived[:, None], uploads.x, 0.0)))
+    scaled = uploads._replace(x=uploads.x / jnp.where(scale > 1e15, scale, 1.0))  # no overflow
+    nearest = _smallest(_squared_distances(scaled), count).astype(jnp.float32)
     x = jnp.matmul(nearest / count.astype(jnp.float32), uploads.x, precision="highest")
     arrived = uploads.arrived[:, None]
     share = jnp.sum(jnp.where(arrived, nearest, 0.0), 0) / jnp.sum(arrived, dtype=jnp.float32)

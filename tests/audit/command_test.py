@@ -50,6 +50,10 @@ def test_the_command_audits_a_run(tmp_path, capsys, monkeypatch):
     assert message(run_here, "audit", f"--out={out}").startswith("name one run directory")
     line = message(run_here, "audit", directory, f"--out={out}", "--clients=3")
     assert line.startswith("there is no client 3; there are 3")
+    attack = {"attack": "label_flip", "attack_share": 0.34}
+    runner.run({**BASE, "algorithm": "fedavg", **attack}, tmp_path / "attacked")
+    line = message(run_here, "audit", tmp_path / "attacked", f"--out={out}", "--clients=0-2")
+    assert "attacked this run; audit another with --clients" in line
     config = directory / "config.json"
     deployed = json.dumps(json.loads(config.read_text()) | {"deployed": True})
     copied = shutil.copytree(directory, tmp_path / "copied")

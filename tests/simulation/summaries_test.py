@@ -168,11 +168,15 @@ LOGS = [
 
 
 def test_training_metrics_of_the_clients_that_arrived():
-    pending = summaries.gather(({}, 0), LOGS, 2)
+    honest = np.zeros(11, bool)
+    pending = summaries.gather(({}, 0), LOGS, 2, honest)
     assert pending == ({"loss": 9.0}, 3)
     assert summaries.means(pending) == {"train_loss": 3.0}
-    assert summaries.gather(pending, LOGS[1:], 1) == ({"loss": 11.0}, 4)
+    assert summaries.gather(pending, LOGS[1:], 1, honest) == ({"loss": 11.0}, 4)
     assert pending == ({"loss": 9.0}, 3)
+    is_attacker = np.arange(11) == 0  # whose losses are 1, 2 and 6
+    assert summaries.gather(({}, 0), LOGS, 2, is_attacker) == ({"loss": 0.0}, 0)
+    assert summaries.gather(({}, 0), LOGS, 2, ~is_attacker) == pending
     assert summaries.means(({"loss": 0.0}, 0)) == {"train_loss": None}
     assert summaries.means(({"loss": np.nan}, 2)) == {"train_loss": None}
 

@@ -119,7 +119,7 @@ def test_clients_that_arrive_determine_f():
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "mean"])
-@pytest.mark.parametrize("huge", [1e3, -1e8])
+@pytest.mark.parametrize("huge", [1e3, -1e8, 1e20])  # squares of the last overflow
 def test_huge_uploads_of_tolerated_attackers_have_little_effect(rule: str, huge: float):
     x = np.random.default_rng(1).normal(size=(SLOTS, SIZE)).astype(np.float32)
     x[[0, 4]] = huge

@@ -207,13 +207,13 @@ def _noise_key(cohort: Cohort) -> jax.Array:
 def _mean_change(
     payload: PyTree, cohort: Cohort, clip_norm: Any, clients_per_round: int
 ) -> tuple[PyTree, jax.Array]:
-    """Returns the sum of the clipped changes divided by K, and which clients are below the norm.
+    """Returns the sum of clipped changes divided by K, float32, and who is below the norm.
 
     An absent client has no change and is not below the norm.
     """
 
     def clipped(upload: PyTree, arrived: jax.Array) -> tuple[PyTree, jax.Array]:
-        change = trees.change(payload, upload)
+        change = clip_and_noise.float32_change(payload, upload)
         change = trees.where(arrived, change, jax.tree.map(jnp.zeros_like, change))
         change, norm = clip_and_noise.clip(change, clip_norm)
         return change, arrived & (norm <= clip_norm)
@@ -224,7 +224,8 @@ def _mean_change(
 
 def _released(payload: PyTree, cohort: Cohort, change: PyTree, slots: int, clients: int) -> Cohort:
     """Returns the cohort that the method sees: equal uploads, without ids and without weights."""
-    upload = clip_and_noise.add_change(trees.matching_download(payload, change), change)
+    old = trees.matching_download(payload, trees.row(cohort.uploads, 0))
+    upload = clip_and_noise.add_change(old, change)
     return Cohort(
         ids=jnp.full(slots, clients, jnp.int32),
         arrived=jnp.ones(slots, bool),

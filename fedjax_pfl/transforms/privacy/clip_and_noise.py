@@ -21,6 +21,15 @@ def not_covered_reason(leaves: Sequence[Any]) -> str:
     return ""
 
 
+def float32_change(payload: PyTree, upload: PyTree) -> PyTree:
+    """Returns the upload minus the download in float32, see `trees.change`.
+
+    bfloat16 would round clipped changes, and their sum, to more than the norm allows.
+    """
+    wide = [jax.tree.map(lambda leaf: leaf.astype(jnp.float32), t) for t in (payload, upload)]
+    return trees.change(*wide)
+
+
 def clip(change: PyTree, clip_norm: Any) -> tuple[PyTree, jax.Array]:
     """Returns a change scaled down to an L2 norm over the whole tree, and its norm before."""
     norm = jnp.sqrt(trees.squared_norm(change))
@@ -40,10 +49,14 @@ def add_noise(tree: PyTree, deviation: Any, key: jax.Array) -> PyTree:
 
 
 def add_change(old: PyTree, change: PyTree) -> PyTree:
-    """Returns old + change, with variances of BatchNorm kept at 0 or above."""
+    """Returns old + change in the dtypes of `old`; variances of BatchNorm stay at 0 or above.
+
+    The change is in float32, and is rounded only now.
+    """
 
     def add(path: tuple[Any, ...], old: jax.Array, change: jax.Array) -> jax.Array:
-        return jnp.maximum(old + change, 0.0) if is_variance(path) else old + change
+        new = (old.astype(jnp.float32) + change).astype(old.dtype)
+        return jnp.maximum(new, 0.0) if is_variance(path) else new
 
     return jax.tree_util.tree_map_with_path(add, old, change)
 

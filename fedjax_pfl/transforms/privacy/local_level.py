@@ -52,11 +52,12 @@ def local_privacy(
         def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
             result = member.train(payload, client, ctx)
             result = clip_and_noise.accepted(payload, client, result)
-            change, _ = clip_and_noise.clip(trees.change(payload, result.upload), clip_norm)
+            change = clip_and_noise.float32_change(payload, result.upload)
+            change, _ = clip_and_noise.clip(change, clip_norm)
             if noise_multiplier:
                 key = jax.random.fold_in(ctx.key, _NOISE)
                 change = clip_and_noise.add_noise(change, clip_norm * noise_multiplier, key)
-            old = trees.matching_download(payload, change)
+            old = trees.matching_download(payload, result.upload)
             upload = clip_and_noise.add_change(old, change)
             return result._replace(upload=keep_layers(result.upload, upload, private))
 

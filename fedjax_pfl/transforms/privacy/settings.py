@@ -21,6 +21,7 @@ from fedjax_pfl.transforms.private_layers import kept_layers
 from fedjax_pfl.transforms.wrapping import Selectable, Statement, Transform, TransformContext
 
 _LEVELS = ("client", "example", "local")
+_LEAST_NOISE = 1e-9  # accounting does not converge far below
 
 
 class Guarantee(NamedTuple):
@@ -52,6 +53,8 @@ def guarantee(value_of: Callable[[str], Any], federation: Federation) -> Guarant
             "privacy needs exactly one of privacy_noise and privacy_epsilon; set one, such as "
             "privacy_epsilon=8"
         )
+    if noise is not None and 0 < noise < _LEAST_NOISE:
+        raise UsageError(f"privacy_noise is {noise:g}; use 0, or at least {_LEAST_NOISE:g}")
     if clip_norm is None and (noise != 0 or level != "client"):
         raise UsageError("privacy_clip_norm is unset, and noise needs it; set it, such as to 1")
     if value_of("max_update_norm") is not None:

@@ -43,9 +43,9 @@ def receive(
     return algorithm.receive(state, cohort._replace(key=key))[0]
 
 
-def vector(size: int) -> Algorithm:
+def vector(size: int, dtype: Any = jnp.float32) -> Algorithm:
     """Returns FedAvg of one array of zeros."""
-    first = {"params": {"w": jnp.zeros(size)}}
+    first = {"params": {"w": jnp.zeros(size, dtype)}}
     return toy()._replace(init=lambda key, start=None: State(first, (), ()))
 
 
@@ -56,6 +56,20 @@ def test_updates_are_clipped_as_by_hand_and_absent_clients_count_as_no_change():
     arrived = np.array([True, True, *[False] * (K - 2)])
     server = receive(algorithm, algorithm.init(KEY), {"params": {"w": changes}}, arrived)
     np.testing.assert_allclose(server["params"]["w"], [1.2 / K, (1.6 + 1) / K], rtol=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{}, {"noise_multiplier": 1.0}])
+def test_models_in_bfloat16_are_clipped_and_summed_in_float32(settings: Any):
+    """Rounded in between, nearly parallel changes would exceed the norm that ε is for."""
+    changes = 1 + np.random.default_rng(0).random((K, 50)).round(2)
+
+    def result(dtype: Any) -> jax.Array:
+        algorithm = private(vector(50, dtype), clip_norm=1.0, **settings)
+        uploads = {"params": {"w": jnp.asarray(changes, jnp.bfloat16).astype(dtype)}}
+        return receive(algorithm, algorithm.init(KEY), uploads, np.ones(K, bool))["params"]["w"]
+
+    assert result(jnp.bfloat16).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(result(jnp.bfloat16), result(jnp.float32).astype(jnp.bfloat16))
 
 
 def test_noise_has_the_stated_variance_and_follows_the_round():
