@@ -26,8 +26,11 @@ def float32_change(payload: PyTree, upload: PyTree) -> PyTree:
 
     bfloat16 would round clipped changes, and their sum, to more than the norm allows.
     """
-    wide = [jax.tree.map(lambda leaf: leaf.astype(jnp.float32), t) for t in (payload, upload)]
-    return trees.change(*wide)
+
+    def widen(leaf: jax.Array) -> jax.Array:
+        return leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return trees.change(jax.tree.map(widen, payload), jax.tree.map(widen, upload))
 
 
 def clip(change: PyTree, clip_norm: Any) -> tuple[PyTree, jax.Array]:
