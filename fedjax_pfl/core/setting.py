@@ -15,6 +15,7 @@ Role = Literal[
     "budget",  # cost of a run, the same for all methods that are tuned
     "sets_participation",  # decides how often clients train
     "defines_data",  # decides which examples a client has
+    "simulation_only",  # a transform's setting without a meaning in a run on several machines
 ]
 
 

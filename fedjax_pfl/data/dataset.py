@@ -124,7 +124,7 @@ def arrays(
                 f"{name}: x is {x.dtype} and x_test {x_test.dtype}, and only uint8 is scaled to "
                 "[0, 1]: give both or neither as uint8"
             )
-    outputs = _outputs(name, (x, x[:0] if x_test is None else x_test), y, outputs)
+    outputs = _outputs(name, (x,) if x_test is None else (x, x_test), y, outputs)
     x_train, y_train = _check_examples(f"{name} (train)", (x, y), (x, y), outputs, owners)
     if x_test is not None and y_test is not None:
         test = (x_test, y_test)

@@ -22,7 +22,7 @@ from fedjax_pfl.runs.phase import Phase
 from fedjax_pfl.runs.phase_inputs import PhaseInputs
 from fedjax_pfl.runs.run_partitions import make_task
 from fedjax_pfl.settings import configuration, custom
-from fedjax_pfl.settings.general import settings_with
+from fedjax_pfl.settings.general import SETTINGS, settings_with
 from fedjax_pfl.simulation import forecast
 from fedjax_pfl.simulation.execution_plan import Plan
 
@@ -52,9 +52,9 @@ def complete(user_settings: Mapping[str, Any]) -> tuple[ConfigDict, configuratio
         "augment": settings.augment,
         "evaluate_clients": settings.evaluate_clients is not None,
         "store": settings.store not in ("auto", "device"),
-        "privacy": settings.privacy != "none",  # all nodes know the seed of the noise
-        "attack": settings.attack != "none",
     }
+    for name in settings_with("simulation_only"):
+        simulation_only[name] = settings[name] != SETTINGS[name].default_value
     for name, is_set in simulation_only.items():
         if is_set:
             raise UsageError(

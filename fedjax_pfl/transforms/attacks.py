@@ -298,6 +298,7 @@ ATTACK = Selectable(
             "none",
             f"Attack by a part of the clients: none, {', '.join(ATTACKS[:-1])} or {ATTACKS[-1]}.",
             choices=("none", *ATTACKS),
+            roles={"simulation_only"},
         ),
         "attack_share": Setting(
             0.2,

@@ -229,6 +229,7 @@ PRIVACY = Selectable(
             "local: the same, with noise on each client. example: a client's single examples, with "
             "noise on gradients. none.",
             choices=("none", *_LEVELS),
+            roles={"simulation_only"},  # all nodes would know the seed of the noise
         ),
         "privacy_clip_norm": Setting(
             float,
