@@ -212,9 +212,7 @@ def mix(uploads: Uploads) -> tuple[Uploads, jax.Array]:
     Also returns, for each client, the fraction of these means that contain its upload, [K].
     """
     count = jnp.sum(uploads.arrived) - uploads.f
-    scale = jnp.max(jnp.abs(jnp.where(uploads.arrived[:, None], uploads.x, 0.0)))
-    scaled = uploads._replace(x=uploads.x / jnp.where(scale > 1e15, scale, 1.0))  # no overflow
-    nearest = _smallest(_squared_distances(scaled), count).astype(jnp.float32)
+    nearest = _smallest(_squared_distances(uploads), count).astype(jnp.float32)
     x = jnp.matmul(nearest / count.astype(jnp.float32), uploads.x, precision="highest")
     arrived = uploads.arrived[:, None]
     share = jnp.sum(jnp.where(arrived, nearest, 0.0), 0) / jnp.sum(arrived, dtype=jnp.float32)
