@@ -93,6 +93,15 @@ def test_other_clients_than_nodes_are_refused():
 
 
 @pytest.mark.filterwarnings("ignore:the load_module")  # of configuration files
+@pytest.mark.parametrize("name", ["test_fraction=0.5", "classes.per_client=2"])
+def test_settings_of_data_that_only_the_files_of_nodes_decide_are_refused(name):
+    arguments = "deploy", "--config=baseline:digits", "--nodes=1", "--data=node.json"
+    line = message(run_here, *arguments, f"--config.{name}")
+    key = name.partition("=")[0]
+    assert line.startswith(f"--config.{key} is a setting of data, which the files of --data")
+
+
+@pytest.mark.filterwarnings("ignore:the load_module")  # of configuration files
 def test_a_limit_that_the_server_would_refuse_is_refused_at_once():
     """The server's app ended without an outcome, and was started again for minutes."""
     with pytest.raises(flags.IllegalFlagValueError):

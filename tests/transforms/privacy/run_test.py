@@ -2,6 +2,7 @@
 
 import pytest
 
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import checkpoints, runner
 from fedjax_pfl.transforms.privacy.accounting import Sampling, epsilon
 from tests.runs import common
@@ -58,3 +59,9 @@ def test_a_run_without_noise_states_no_guarantee():
     result = runner.run_all(config, tell=lines.append)[""]
     assert any("so there is no guarantee" in line for line in lines)
     assert result.metrics[-1]["epsilon"] is None
+
+
+def test_noise_that_is_too_small_for_the_accounting_is_refused():
+    config = {**common.BASE, "privacy": "local", "privacy_clip_norm": 1.0, "privacy_noise": 1e-200}
+    with pytest.raises(UsageError, match="privacy_noise is 1e-200; use 0, or at least 1e-09"):
+        runner.run(config)
