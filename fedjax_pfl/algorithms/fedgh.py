@@ -9,7 +9,7 @@ has its own body φ_i, of any architecture; all have the same linear head H:
 A client is served (φ_i, H).
 
 Deviations: the loss ℓ is the cross-entropy. The server takes clients in the order of their numbers,
-with several networks one group after the other; the authors' code takes them in a random order, and
+with several networks one group after the other. The authors' code takes them in a random order, and
 PFLlib's shuffles the means of all clients into batches. A client uploads a row for every class,
 zeros for those that it lacks, and the traffic counts them.
 """

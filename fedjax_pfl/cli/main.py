@@ -19,7 +19,7 @@ Commands:"""
 
 
 class Entry(NamedTuple):
-    """Where a command is defined, and its purpose; the module is imported when it is run."""
+    """Place of a command and its purpose; the module is imported when the command is run."""
 
     module: str  # in fedjax_pfl.cli; its COMMANDS holds the command by name
     description: str  # one sentence
