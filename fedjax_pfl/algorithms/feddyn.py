@@ -8,10 +8,10 @@ Local SGD from w approximates the argmin. h is the mean of all g_k, also if clie
 
 Deviations: none in the method. Means are not weighted by examples, as in the paper. The authors'
 code gives clients with few examples a larger α and clips gradients. It uses α = 0.01 where the
-default here is 0.1, and also tests the mean of all clients' last models. Momentum, decay and clipping, if
-set, act on the whole gradient. BatchNorm statistics are averaged. With keep_head, a client's
-private head has a linear term and the server's h has none for it, so the head's loss also has the
-term α/2 ‖head − initial head‖².
+default here is 0.1, and also tests the mean of all clients' last models. Momentum, decay and
+clipping, if set, act on the whole gradient. BatchNorm statistics are averaged. With keep_head, a
+client's private head has a linear term and the server's h has none for it, so the head's loss also
+has the term α/2 ‖head − initial head‖².
 """
 
 from typing import Any, NamedTuple
