@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib import ticker
 
 from fedjax_pfl.core.metrics import Metric
-from fedjax_pfl.report import client_figures, comparison, drawing, references
+from fedjax_pfl.report import client_figures, comparison, drawing, method_labels, references
 from fedjax_pfl.report.comparison import PairedTest
 from fedjax_pfl.report.drawing import Picture
 from fedjax_pfl.report.html_page import figure_block
@@ -45,7 +45,7 @@ def section(run: Run, reference_runs: Mapping[str, Run], picture: Picture | None
         sentences = [f"{_verdict(run, reference_runs[best])}{comparisons}"]
     else:
         sentences = [_stages_sentence(run.metrics)]
-        if run.config.get("algorithm") in references.METHODS:
+        if {*method_labels.methods(run.config)} <= {*references.METHODS}:
             title = "Did local training help?"
         elif reference_runs and not comparable:
             sentences.append(references.no_verdict_note(run, reference_runs))
@@ -166,14 +166,14 @@ def _best(run: Run, reference_runs: Mapping[str, Run]) -> str | None:
 def _verdict(run: Run, reference: Run) -> str:
     """Says in text whether `run` is better than `reference` before local training.
 
-    Returns "Yes. " or "No. " if a paired test over clients has p < 0.05, else "Not clearly. "; ""
-    if the clients cannot be paired.
+    Returns "Yes. " or "No. " if a paired test over clients has p < 0.05 and its ranks agree with
+    the mean, else "Not clearly. "; "" if the clients cannot be paired.
     """
     row, baseline = references.as_row(run), references.as_row(reference)
     test = comparison.paired_test(row, baseline, "before")
     if not isinstance(test, PairedTest):
         return ""
-    if test.p >= _LEVEL:
+    if test.p >= _LEVEL or test.difference * test.signed_ranks <= 0:
         return "Not clearly. "
     is_better = (test.difference > 0) == metric_of(run.metrics).higher_is_better
     return "Yes. " if is_better else "No. "

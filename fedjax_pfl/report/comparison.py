@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.stats import wilcoxon
+from scipy.stats import rankdata, wilcoxon
 
 from fedjax_pfl.core import diagnostics
 from fedjax_pfl.core.errors import UsageError
@@ -50,6 +50,7 @@ class PairedTest(NamedTuple):
     p: float  # two-sided Wilcoxon signed-rank test; 1 if there is no difference
     pairs: int  # number of clients
     better: int  # clients for which the row is better
+    signed_ranks: float  # sum of the ranks of the absolute differences, with their signs
 
 
 def read(directory: Path) -> Run:
@@ -108,24 +109,33 @@ def _join_own_partitions(
     """Joins rows of one run each if partition_seed minus seed is the same in all of them.
 
     Both arguments have the same keys, one for each row. The first row takes the runs of the others,
-    and the settings of the run with the lowest seed.
+    and the settings of the run with the lowest seed. Digests of examples may differ, because those
+    of files depend on the partition; the row has one for each run.
     """
     by_settings: dict[str, list[str]] = {}
     for key, config in configs.items():
         others = {name: value for name, value in config.items() if name != "partition_seed"}
+        if None not in {run.examples for run in runs_by_seed[key].values()}:
+            others.pop("examples", None)
         by_settings.setdefault(json.dumps(others, sort_keys=True), []).append(key)
     for keys in by_settings.values():
         partition_seeds = [configs[key]["partition_seed"] for key in keys]
+        seeds = [seed for key in keys for seed in runs_by_seed[key]]
         offsets = {
             partition_seed - seed
             for key, partition_seed in zip(keys, partition_seeds, strict=True)
             for seed in runs_by_seed[key]
         }
-        if len(keys) > 1 and len(offsets) == 1:
+        if len(keys) > 1 and len(offsets) == 1 and len(set(seeds)) == len(seeds):
             configs[keys[0]] |= {"partition_seed": min(partition_seeds), "own_partitions": True}
             for key in keys[1:]:
                 runs_by_seed[keys[0]] |= runs_by_seed.pop(key)
                 del configs[key]
+            if "examples" in configs[keys[0]]:
+                runs = runs_by_seed[keys[0]]
+                configs[keys[0]]["examples"] = ", ".join(
+                    str(runs[s].examples) for s in sorted(runs)
+                )
 
 
 def result_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,11 +266,14 @@ def paired_test(row: Row, baseline: Row, stage: str) -> PairedTest | str:
     if isinstance(difference, str):
         return difference
     p = float(wilcoxon(difference).pvalue) if difference.any() else 1.0
+    nonzero = difference[difference != 0]  # as in the test
+    ranks = np.sign(nonzero) * rankdata(np.abs(nonzero))
     return PairedTest(
         difference=float(difference.mean()),
         p=p,
         pairs=len(difference),
         better=_count_better(row, difference),
+        signed_ranks=float(ranks.sum()),
     )
 
 
@@ -317,7 +330,8 @@ def _differences(row: Row, baseline: Row, stage: str) -> np.ndarray | str:
     seeds = [[r.config.get("partition_seed", 0) for r in rows.runs] for rows in (row, baseline)]
     if seeds[0] != seeds[1] or data_settings(row.config) != data_settings(baseline.config):
         return "other clients"
-    if len(examples := {run.examples for run in (*row.runs, *baseline.runs)}) > 1:
+    examples, baseline_examples = ([run.examples for run in r.runs] for r in (row, baseline))
+    if examples != baseline_examples:
         return "other examples"
     if None in examples and row is not baseline:
         return "examples unknown"
@@ -348,6 +362,13 @@ def data_settings(config: Mapping[str, Any]) -> list[Any]:
 def attackers(runs: Sequence[Run]) -> set[int]:
     """Returns the clients that attack in any of the runs; no mean includes their scores."""
     return {row["client"] for run in runs for row in run.clients if row.get("attacker")}
+
+
+def scored_clients(run: Run) -> set[int]:
+    """Returns the clients whose scores are in a run's means."""
+    return {
+        client for _, client, _ in _scores(Row("", run.config, [run]), "before", attackers([run]))
+    }
 
 
 def _scores(row: Row, stage: str, excluded: Container[int]) -> dict[tuple[int, int, int], float]:

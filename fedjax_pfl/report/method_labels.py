@@ -32,8 +32,7 @@ def is_variant(name: str) -> bool:
 
 def pictures(config: Mapping[str, Any]) -> dict[str, Picture]:
     """Returns titles and captions of the arrays that a run's methods expose, by array name."""
-    names = [str(phase.get("algorithm")) for phase in phases(config)]
-    tables = [METHODS[name].pictures for name in names if name in METHODS]
+    tables = [METHODS[name].pictures for name in methods(config) if name in METHODS]
     return {name: picture for table in tables for name, picture in table.items()}
 
 
@@ -44,11 +43,23 @@ def diagnostics(config: Mapping[str, Any]) -> Mapping[str, Diagnostic]:
     return METHODS[name].diagnostics if name in METHODS else {}
 
 
+def methods(config: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the methods of a run's phases in order, each once."""
+    return list(dict.fromkeys(str(phase.get("algorithm", "?")) for phase in phases(config)))
+
+
+def title(config: Mapping[str, Any]) -> str:
+    """Returns the title of a run's method; of several phases in order."""
+    return ", then ".join(map(table_label, methods(config)))
+
+
 def label(config: Mapping[str, Any]) -> str:
     """Returns a run's method with its paper as text; of several phases in order."""
-    names = [str(phase.get("algorithm", "?")) for phase in phases(config)]
-    labels = [METHODS[n].label if n in METHODS else f"{n}, a method of your own" for n in names]
-    return ", then ".join(dict.fromkeys(labels))
+    labels = [
+        METHODS[name].label if name in METHODS else f"{name}, a method of your own"
+        for name in methods(config)
+    ]
+    return ", then ".join(labels)
 
 
 def changes(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:

@@ -176,10 +176,10 @@ def _time_clauses(last: Record, unit: str) -> tuple[str, str]:
 def _page(run: Run, pictures: Mapping[str, Picture], reference_runs: Mapping[str, Run]) -> str:
     """Returns the page as HTML."""
     config, metrics = run.config, run.metrics
-    method = method_labels.table_label(_setting(config, "algorithm"))
-    title = f"{method} on {_setting(config, 'dataset')}"
+    title = f"{method_labels.title(config)} on {_setting(config, 'dataset')}"
     facts = [f"{_setting(config, 'partition')} partition", f"seed {_setting(config, 'seed')}"]
-    facts[1:1] = [f"{_setting(config, key)} {key}" for key in ("clients", "rounds")]
+    rounds = sum(int(phase.get("rounds", 0)) for phase in method_labels.phases(config))
+    facts[1:1] = [f"{_setting(config, 'clients')} clients", f"{rounds} rounds"]
     changed = method_labels.sentence(method_labels.changes(config, default_settings()))
     facts = [method_labels.label(config), *facts, changed]
     remaining = dict(pictures)

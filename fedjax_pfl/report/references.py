@@ -17,14 +17,16 @@ from fedjax_pfl.report.numbers import direction, format_p, format_score, mean_sc
 from fedjax_pfl.report.run_reader import Run
 from fedjax_pfl.settings.configuration import Registry
 from fedjax_pfl.settings.general import SETTING_GROUPS, settings_with
+from fedjax_pfl.transforms import ATTACK
 from fedjax_pfl.transforms import SETTINGS as TRANSFORM_SETTINGS
 
 METHODS = {name: method_labels.table_label(name) for name in ("fedavg", "local")}
 FOLDER = "reference"  # in a run directory
 _MAX_DIRECTORIES = 2000  # to search
 _MAX_LISTED = 4  # settings in a message
-# Settings of the method, or without effect on what is trained.
+# Settings of the method, or without effect on the scores before local training.
 _IGNORED = {"algorithm", "phases", *TRANSFORM_SETTINGS, *SETTING_GROUPS["Evaluation"]}
+_IGNORED -= {"evaluate_clients", *ATTACK.settings}
 STAGES = {"before": "As served", "after": "After one more local training"}
 
 
@@ -81,7 +83,7 @@ def same_work(run: Run, candidates: Sequence[Run]) -> dict[str, Run]:
     There are none if the examples of `run` are unknown.
     """
     return {
-        method_labels.table_label(str(reference.config.get("algorithm"))): reference
+        method_labels.title(reference.config): reference
         for reference in candidates
         if work(reference.config) == work(run.config)
         and reference.examples == run.examples
@@ -106,7 +108,7 @@ def find(run: Run) -> dict[str, Run]:
         try:
             config = run_reader.read_config(path)
             method = str(config.get("algorithm"))
-            if method not in METHODS or method == run.config.get("algorithm"):
+            if method not in METHODS or [method] == method_labels.methods(run.config):
                 continue
             reference_settings = comparison.result_settings(config, defaults)
             reference_settings |= {"seed": config.get("seed")}
@@ -191,9 +193,10 @@ def no_verdict_note(run: Run, reference_runs: Mapping[str, Run]) -> str:
 def training_differences(run: Run, reference: Run) -> list[str]:
     """Returns the dotted names of settings that differ between two runs, except the method.
 
-    Those of transforms and evaluation do not count. A run of several phases counts as one phase,
-    with the settings of the last, as the setting `reference` trains it. Its rounds are those at the
-    last evaluation: a callback can end a run before the rounds of its settings.
+    Those of transforms and evaluation do not count, but those of attacks and the choice of
+    evaluated clients do. A run of several phases counts as one phase, with the settings of the
+    last, as the setting `reference` trains it. Its rounds are those at the last evaluation: a
+    callback can end a run before the rounds of its settings.
     """
     defaults, settings = run_reader.default_settings(), []
     for config, metrics in ((run.config, run.metrics), (reference.config, reference.metrics)):
@@ -201,7 +204,11 @@ def training_differences(run: Run, reference: Run) -> list[str]:
         rounds = metrics[-1]["round"] if metrics else 0
         settings.append({**phases[-1], "rounds": rounds})
     differing = different_settings(settings[0], settings[1])
-    return [key for key in differing if key.split(".")[0] not in _IGNORED]
+    differing = [key for key in differing if key.split(".")[0] not in _IGNORED]
+    scored, reference_scored = (comparison.scored_clients(r) for r in (run, reference))
+    if scored and reference_scored and scored != reference_scored and not differing:
+        return ["the clients that are scored"]
+    return differing
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -90,26 +90,30 @@ def missing_runs(
 
     They are the missing ones if the setting `reference` is True; otherwise there are none.
     """
-    from fedjax_pfl.report import references
+    from fedjax_pfl.report import method_labels, references
 
     existing = references.comparable(run, references.find(run)) | named_runs(run)
+    trained = method_labels.methods(run.config)
     return {
         run.directory / references.FOLDER / method: _reference(settings, method, registry)
         for method, name in references.METHODS.items()
-        if settings.reference and name not in existing and method != settings.algorithm
+        if settings.reference and name not in existing and [method] != trained
     }
 
 
 def _reference(settings: ConfigDict, method: str, registry: configuration.Registry) -> ConfigDict:
     """Returns settings for `method`: those of the last phase, all rounds, and no transforms.
 
-    A late client of Local has no update, because Local cannot use partial work.
+    Only attacks stay. A late client of Local has no update, because Local cannot use partial work.
     """
     phases = configuration.phases(settings, registry)
     config = phases[-1].copy_and_resolve_references()
     config.update(algorithm=method, rounds=sum(phase.rounds for phase in phases))
     config.update(reference=False, reference_runs="", sweep="", seeds=1)
-    config.update({name: row.default_value for name, row in transforms.SETTINGS.items()})
+    kept = transforms.ATTACK.settings
+    config.update(
+        {name: row.default_value for name, row in transforms.SETTINGS.items() if name not in kept}
+    )
     if method == "local":  # has no mean of uploads, which partial work needs
         config.late = "missing"
     return config

@@ -197,35 +197,6 @@ def test_curve_has_means_and_extremes_over_seeds_at_common_rounds(tmp_path):
 # Paired tests.
 
 
-def digest_rows(folder, *runs):
-    """Returns the rows of runs (method, digest of the examples, which may be None)."""
-    for i, (algorithm, digest) in enumerate(runs):
-        path = write_run(folder / str(i), [0.5, 0.6], settings(algorithm, dataset="csv:t.csv"))
-        if digest is not None:
-            (path / "data.json").write_text(json.dumps({"digest": digest}))
-    return rows_of(*(folder / str(i) for i in range(len(runs))))
-
-
-@pytest.mark.parametrize(
-    ("digests", "outcome"),
-    [
-        (("a", "a"), (0.0, 1.0, 2, 0)),
-        (("a", "b"), "other examples"),
-        (("a", None), "other examples"),
-        ((None, None), "examples unknown"),
-    ],
-)
-def test_runs_are_paired_only_if_their_examples_are_known_and_equal(tmp_path, digests, outcome):
-    rows = digest_rows(tmp_path, ("fedavg", digests[0]), ("local", digests[1]))
-    assert comparison.paired_test(rows[1], rows[0], "before") == outcome
-    assert isinstance(outcome, tuple) or outcome in comparison_page.text(rows)
-
-
-def test_equal_settings_on_other_examples_are_two_rows(tmp_path):
-    rows = digest_rows(tmp_path, ("fedavg", "a"), ("fedavg", "b"))
-    assert [row.label for row in rows] == ["examples=a", "examples=b"]
-
-
 def test_paired_test_equals_scipy(pair):
     """The differences are 0.2, 0, 0.2 with seed 0 and 0.2, 0.1, -0.1 with seed 1."""
     difference = np.asarray([0.2, 0.05, 0.05])
@@ -240,9 +211,13 @@ def test_paired_test_equals_scipy(pair):
 def test_p_of_five_gains_is_exact(tmp_path):
     """All of five pairs gain by different amounts, so p = 2 / 2^5."""
     rows = compared(tmp_path, [0.1, 0.2, 0.3, 0.4, 0.5], [0.2, 0.4, 0.6, 0.8, 1.0])
-    assert comparison.paired_test(rows[1], rows[0], "before") == pytest.approx((0.3, 2 / 32, 5, 5))
-    assert comparison.paired_test(rows[0], rows[1], "before") == pytest.approx((-0.3, 2 / 32, 5, 0))
-    assert comparison.paired_test(rows[0], rows[0], "before") == (0.0, 1.0, 5, 0)
+    assert comparison.paired_test(rows[1], rows[0], "before") == pytest.approx(
+        (0.3, 2 / 32, 5, 5, 15)
+    )
+    assert comparison.paired_test(rows[0], rows[1], "before") == pytest.approx(
+        (-0.3, 2 / 32, 5, 0, -15)
+    )
+    assert comparison.paired_test(rows[0], rows[0], "before") == (0.0, 1.0, 5, 0, 0)
 
 
 def test_seeds_of_a_client_count_as_one_pair(tmp_path):
@@ -255,7 +230,7 @@ def test_seeds_of_a_client_count_as_one_pair(tmp_path):
             paths.append(write_run(tmp_path / f"{algorithm}{seed}", scores, config))
     rows = rows_of(*paths)
     test = comparison.paired_test(rows[1], rows[0], "before")
-    assert test == pytest.approx((0.055, 2 / 32, 5, 5))
+    assert test == pytest.approx((0.055, 2 / 32, 5, 5, 15))
     text = " ".join(comparison_page.text(rows).split())
     assert "over clients, each with its mean over seeds" in text
 
@@ -279,7 +254,7 @@ def test_differences_of_tiny_scores_are_no_ties(tmp_path):
 def test_held_out_clients_are_paired_if_they_train_in_the_last_phase(tmp_path):
     phases = [{}, {"participants": "held_out"}]
     rows = compared(tmp_path, [0.5, 0.6], [0.5, 0.6], held_out=1, phases=phases)
-    assert comparison.paired_test(rows[1], rows[0], "before") == (0.0, 1.0, 1, 0)
+    assert comparison.paired_test(rows[1], rows[0], "before") == (0.0, 1.0, 1, 0, 0)
     (run,) = rows[0].runs
     assert [row["client"] for row in run.participants] == [99]
     assert answer.draw(run, {}).alt.endswith("1 better, 0 worse, 0 equal.")
@@ -298,10 +273,11 @@ def test_clients_that_attack_in_either_run_are_not_paired(tmp_path):
         (tmp_path / name / "clients.csv").write_text("\n".join([f"{head},attacker", *lines]) + "\n")
     rows = rows_of(tmp_path / "a", tmp_path / "b")
     test = comparison.paired_test(rows[1], rows[0], "before")
-    assert test == pytest.approx((0.15, 2 / 2**2, 2, 2))
+    assert test == pytest.approx((0.15, 2 / 2**2, 2, 2, 3))
     assert comparison.share_better_than_local(rows[0], rows) == 0
     picture = answer.draw(rows[1].runs[0], {"FedAvg": rows[0].runs[0]})
-    assert picture.alt.endswith("2 better, 0 worse, 0 equal.")
+    # Their means are over other clients, so the picture compares this run with itself.
+    assert picture.alt.endswith("by local training: 3 better, 0 worse, 0 equal.")
     assert "3 better, 0 worse" in answer.draw(rows[1].runs[0], {}).alt  # one attacks in this run
 
 

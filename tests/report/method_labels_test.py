@@ -29,6 +29,7 @@ def test_label_of_several_phases():
     assert method_labels.label(config) == (
         "FedAvg, the method of McMahan et al. 2017, then FedMN, the method of Wang et al. 2022"
     )
+    assert method_labels.title(config) == "FedAvg, then FedMN"
 
 
 def test_changes_hold_settings_of_method_and_training():
@@ -73,6 +74,15 @@ def test_first_line_of_a_user_defined_method():
     assert method_labels.first_line([config], registry) == (
         "mine, a method of your own; changed from the defaults: mine.strength=2.0"
     )
+
+
+@pytest.mark.slow("a page of a run")
+def test_page_head_has_methods_and_rounds_of_all_phases(tmp_path):
+    phases = ({"rounds": 4}, {"algorithm": "local", "rounds": 2})
+    config = work("fedavg", phases=phases)
+    text = page.write(make_run(tmp_path, [evaluation(6)], config)).read_text()
+    assert "<title>FedAvg, then Local on digits</title>" in text
+    assert " · 4 clients · 6 rounds · " in text
 
 
 @pytest.mark.slow("a page of a run")

@@ -1,0 +1,84 @@
+"""Tests of the differences between a run and its reference runs, and of the answer."""
+
+import html
+import re
+from pathlib import Path
+
+import pytest
+
+from fedjax_pfl.report import answer, references, run_reader
+from fedjax_pfl.runs import reference_runs
+from fedjax_pfl.settings import configuration
+from tests.report.comparison_test import settings, write_run
+
+
+def read_run(folder, name, scores, **changes):
+    """Writes a run and reads it."""
+    return run_reader.read(write_run(folder / name, scores, settings(clients=4, **changes)))
+
+
+def test_runs_that_score_other_clients_are_not_comparable(tmp_path):
+    run = read_run(tmp_path, "run", [0.5] * 4, algorithm="fedper")
+    fewer = read_run(tmp_path, "fewer", [0.5] * 3)
+    assert references.training_differences(run, fewer) == ["the clients that are scored"]
+    without_rows = fewer._replace(clients=[])
+    assert references.training_differences(run, without_rows) == []
+    sampled = read_run(tmp_path, "sampled", [0.5] * 3, evaluate_clients=3)
+    assert references.training_differences(run, sampled) == ["evaluate_clients"]
+    assert references.comparable(run, {"FedAvg": sampled, "Local": fewer}) == {}
+    assert "also differ in the clients that are scored" in references.settings_note(run, fewer)
+
+
+def test_runs_with_and_without_attackers_are_not_comparable(tmp_path):
+    run = read_run(tmp_path, "run", [0.5] * 4, attack="sign_flip", attack_share=0.3)
+    plain = read_run(tmp_path, "plain", [0.5] * 4)
+    assert references.training_differences(run, plain) == ["attack", "attack_share"]
+
+
+@pytest.mark.parametrize(
+    ("gains", "verdict"),
+    [
+        ([0.01 + 0.001 * i for i in range(20)], "Yes. "),
+        ([-0.01 - 0.001 * i for i in range(20)], "No. "),
+        ([-0.01 - 0.0001 * i for i in range(18)] + [0.8, 0.8], "Not clearly. "),
+        ([0.01 + 0.0001 * i for i in range(18)] + [-0.4, -0.4], "Not clearly. "),
+    ],
+)
+def test_the_answer_needs_ranks_and_mean_to_agree(tmp_path, gains, verdict):
+    """A few large gains make the mean positive although most clients lose a little."""
+    reference = read_run(tmp_path, "fedavg", [0.45] * 20)
+    run = read_run(tmp_path, "run", [0.45 + gain for gain in gains], algorithm="fedper")
+    text = html.unescape(answer.section(run, {"FedAvg": reference}, None))
+    assert f"<p>{verdict}As served it is" in text
+    assert float(re.search(r"p = ([\d.e-]+)\)", text).group(1)) < 0.05
+
+
+def test_a_run_of_two_methods_is_compared_with_both(tmp_path):
+    two = {"algorithm": "fedavg", "phases": ({}, {"algorithm": "local"}), "reference": True}
+    for name, changes, missing in (
+        ("two", two, ["fedavg", "local"]),
+        ("one", {"algorithm": "fedavg", "reference": True}, ["local"]),
+    ):
+        config = configuration.complete(changes)
+        resolved = run_reader.as_json(configuration.resolve(config))
+        run = run_reader.Run(directory=Path(name), config=resolved, metrics=[])
+        runs = reference_runs.missing_runs(run, config, configuration.BUILTINS)
+        assert [path.name for path in runs] == missing
+    read_run(tmp_path, "fedavg", [0.5] * 4)
+    run = read_run(tmp_path, "run", [0.5] * 4, phases=({}, {"algorithm": "local"}))
+    assert list(references.find(run)) == ["FedAvg"]
+    assert "Did it help?" in answer.section(run, references.find(run), None)
+
+
+def test_reference_runs_keep_the_attack():
+    """Scores of all clients, attackers among them, would be other means."""
+    config = configuration.complete(
+        {"algorithm": "fedprox", "attack": "label_flip", "robust_rule": "median", "reference": True}
+    )
+    run = run_reader.Run(
+        directory=Path("run"),
+        config=run_reader.as_json(configuration.resolve(config)),
+        metrics=[],
+    )
+    for reference in reference_runs.missing_runs(run, config, configuration.BUILTINS).values():
+        assert (reference.attack, reference.robust_rule) == ("label_flip", "mean")
