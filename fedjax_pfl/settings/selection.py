@@ -32,18 +32,27 @@ def check_used(
     configuration of a run can be given again. Settings of a preset are not checked: `changes` are
     those that the user gave, nested as in Python. A tuning run has a configuration per method.
     """
-    # Per configuration, phase and group.
-    resolved = [
-        [groups(phase, registry) for phase in phases(config, registry)] for config in configs
-    ]
-    everything = [group for by_phase in resolved for by_group in by_phase for group in by_group]
-    _check_effect(changes, everything, "", registry)
-    for config, by_phase in zip(configs, resolved, strict=True):
+    check_used_in_any(changes, configs, registry)
+    for config in configs:
+        by_phase = _by_phase_and_group(config, registry)
         for number, phase_changes in enumerate(config.phases):
             _check_effect(phase_changes, by_phase[number], f"phases[{number}].", registry)
         for number, group_changes in enumerate(config.groups):
             group_configs = [by_group[number] for by_group in by_phase]
             _check_effect(group_changes, group_configs, f"groups[{number}].", registry)
+
+
+def check_used_in_any(
+    changes: Mapping[str, Any], configs: Sequence[ConfigDict], registry: Registry = BUILTINS
+) -> None:
+    """Like `check_used`, without the changes that phases and groups of the configurations make."""
+    by_phase = [part for config in configs for part in _by_phase_and_group(config, registry)]
+    _check_effect(changes, [group for by_group in by_phase for group in by_group], "", registry)
+
+
+def _by_phase_and_group(config: ConfigDict, registry: Registry) -> list[list[ConfigDict]]:
+    """Returns all settings of each group of each phase."""
+    return [groups(phase, registry) for phase in phases(config, registry)]
 
 
 def _check_effect(

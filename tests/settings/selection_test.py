@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import fedjax_pfl
-from fedjax_pfl.runs.tuning.search import tune
+from fedjax_pfl.runs.tuning.search import plan, tune
 from fedjax_pfl.settings import configuration, selection
 from tests.commands import message
 
@@ -104,3 +104,39 @@ def test_run_and_tune_refuse_settings_without_effect(tmp_path):
     grid = {"learning_rate": [0.1]}
     assert message(tune, settings, grid, tmp_path / "tune").startswith(line)
     assert not any(tmp_path.iterdir())
+
+
+def plan_grid(grid, budget=None, **settings):
+    config = configuration.complete({"validation_fraction": 0.2, **settings})
+    return plan({config.algorithm: config}, [grid], None, budget)
+
+
+@pytest.mark.parametrize(
+    ("grid", "settings", "line"),
+    [
+        ("b1=0.8,0.9", {}, "b1 counts with optimizer=adam or adamw only, and optimizer is sgd; "),
+        ("momentum=0.9", {"optimizer": "adam"}, "momentum counts with optimizer=sgd or rmsprop"),
+        ("momentum=0,.9; optimizer=adam,adamw", {}, "and optimizer is adam or adamw; "),
+        ("fedavg.schedule_end=.1", {}, "schedule_end counts with learning_rate_schedule=linear"),
+        ("server_b1=.5,.8; learning_rate=.1,.2", {}, "server_b1 counts with server_optimizer="),
+    ],
+)
+def test_grids_refuse_settings_without_effect(grid, settings, line):
+    text = message(lambda: plan_grid(grid, **settings))
+    assert text.startswith("the grid of fedavg: ")
+    assert line in text
+
+
+@pytest.mark.parametrize(
+    ("grid", "settings"),
+    [
+        ("optimizer=sgd,adam; momentum=0,.9", {}),
+        ("optimizer=sgd,adam; b1=.8,.9", {"phases": [{"momentum": 0.9}, {}]}),
+        ("momentum=0", {"optimizer": "adam"}),  # the default
+        ("momentum=.9", {"phases": [{"optimizer": "adam"}, {}]}),
+    ],
+)
+def test_grids_may_have_settings_with_effect_at_some_points(grid, settings):
+    """The sample of one point need not be among those points."""
+    (trial,) = plan_grid(grid, budget=1, **settings)
+    assert len(trial.points) == 1

@@ -120,7 +120,9 @@ def plan(
     registry: Registry = BUILTINS,
     as_preset: bool = False,
 ) -> list[Trial]:
-    """Returns the points to run of each method. Raises UsageError if methods cannot be compared.
+    """Returns the points to run of each method.
+
+    Raises UsageError if methods cannot be compared, or if a setting of a grid has no effect.
 
     Args:
       configs: Configuration of each method; `rounds`, `phases` and `eval_every` change in place.
@@ -148,6 +150,8 @@ def plan(
         for method, config in configs.items()
     ]
     trials.check_trials(planned, as_preset)
+    for method, config in configs.items():
+        trials.check_grid(config, all_points[method], registry)
     if rounds is not None:
         trials.shorten(configs, rounds, registry)
     trials.equalize_evaluations(configs, registry)

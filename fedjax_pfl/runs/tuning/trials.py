@@ -19,9 +19,9 @@ from fedjax_pfl.runs.build import build
 from fedjax_pfl.runs.example_facts import example_facts
 from fedjax_pfl.runs.tuning.choice import PointResult
 from fedjax_pfl.runs.tuning.grids import Point, apply, format_value
-from fedjax_pfl.settings import configuration
+from fedjax_pfl.settings import configuration, selection
 from fedjax_pfl.settings.configuration import BUILTINS, Registry
-from fedjax_pfl.settings.general import settings_with
+from fedjax_pfl.settings.general import SETTINGS, settings_with
 from fedjax_pfl.simulation import sweep
 
 # Settings that decide how many client updates a run has.
@@ -163,6 +163,25 @@ def check_trials(trials: Sequence[Trial], as_preset: bool = False) -> None:
             )
         for point in trial.points:
             configuration.specify(apply(trial.config, point), registry)
+
+
+def check_grid(config: ConfigDict, points: Sequence[Point], registry: Registry = BUILTINS) -> None:
+    """Raises UsageError for a setting of a method's grid that has an effect at none of its points.
+
+    `points` are all points, also those that a budget leaves out. A setting whose only value is its
+    default passes, as in a run.
+    """
+    values = {
+        name: value
+        for point in points
+        for name, value in point.items()
+        if name not in SETTINGS or value != SETTINGS[name].default_value
+    }
+    applied = [apply(config, point) for point in points]
+    try:
+        selection.check_used_in_any(selection.nested(values), applied, registry)
+    except UsageError as error:
+        raise UsageError(f"the grid of {config.algorithm}: {error}") from None
 
 
 def configs(trial: Trial, seeds: int) -> Iterator[tuple[Point, list[ConfigDict]]]:
