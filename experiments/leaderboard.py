@@ -7,10 +7,11 @@ python -m experiments.leaderboard --only_show               prints existing resu
 Each method is tried with --budget points of its grid on validation examples, for one seed. The best
 point is run with other seeds and scored on test examples before and after local training. Run the
 same command again to resume. Results of earlier calls stay, and each method is added when it is
-finished. The folder --out has all runs, leaderboard.json, a text, a picture of each split, and a
-page with sortable tables.
+finished. All methods of a split have the same budget: another one needs another --out. This folder
+has all runs, leaderboard.json, a text, a picture of each split, and a page with sortable tables.
 """
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -126,7 +127,7 @@ def run_trial(trial: Trial, seeds: int, out: Path, *, only_show: bool = False) -
     """
     tuning, running = out / "tuning", out / "runs"
     if not only_show:
-        trials.run([trial], 1, tuning, None)
+        _train(trial, 1, tuning)
     best = choice.best_point(trials.collect(trial, 1, tuning))
     if best is None:
         return {}
@@ -134,7 +135,7 @@ def run_trial(trial: Trial, seeds: int, out: Path, *, only_show: bool = False) -
     config.seed, config.evaluate_after = SEED, True
     final = Trial(trial.method, config, [best.point], 1)
     if not only_show:
-        trials.run([final], seeds, running, None)
+        _train(final, seeds, running)
     (finished,) = trials.collect(final, seeds, running)
     if not finished.complete:
         return {}
@@ -155,12 +156,33 @@ def run_trial(trial: Trial, seeds: int, out: Path, *, only_show: bool = False) -
     }
 
 
+def _train(trial: Trial, seeds: int, folder: Path) -> None:
+    """Trains the missing runs of a trial; after a signal, saves them and raises Stopped."""
+    with interrupt.on_signals() as stop:
+        trials.run([trial], seeds, folder, None, stop)
+
+
 def select(requested: Sequence[str], existing: Mapping[str, Any], flag: str) -> list[str]:
     """Returns the requested names, or all if there are none; raises UsageError for unknown ones."""
     for name in requested:
         if name not in existing:
             raise UsageError(f"--{flag} has {name!r}{configuration.suggestion(name, existing)}")
     return list(dict.fromkeys(requested)) or list(existing)
+
+
+def require_recorded(
+    leaderboard: Mapping[str, Any], name: str, about: Mapping[str, Any], out: Path
+) -> None:
+    """Raises UsageError if results of the split `name` have other settings than `about`."""
+    column = leaderboard["columns"].get(name, {"methods": {}})
+    if not column["methods"]:
+        return
+    for key, value in json.loads(json.dumps(about)).items():
+        if (recorded := column["about"].get(key)) != value:
+            raise UsageError(
+                f"{out} has results of {name} with {key} {recorded}, not {value}; "
+                "give another --out"
+            )
 
 
 def main(argv: Sequence[str]) -> None:
@@ -171,22 +193,25 @@ def main(argv: Sequence[str]) -> None:
     columns = select(flag_values.columns, COLUMNS, "columns")
     methods = select(flag_values.methods, configuration.ALGORITHMS, "methods")
     out, status = Path(flag_values.out), 0
-    commit, boards, planned = rivals.commit(str(Path(__file__).parent)), board.read(out), {}
+    commit, boards = rivals.commit(str(Path(__file__).parent)), board.read(out)
+    planned, about_columns = {}, {}
     for name in columns:
-        configs = configured(COLUMNS[name], methods)
+        column = COLUMNS[name]
+        about_columns[name] = about = {
+            "words": column.preset,
+            "rounds": column.rounds,
+            "local_epochs": column.local_epochs,
+            "settings": dict(column.settings),
+            "budget": flag_values.budget,
+        }
+        if not flag_values.only_show:
+            require_recorded(boards, name, about, out)
+        configs = configured(column, methods)
         for config in configs.values():
             config.data_dir = flag_values.data_dir
         planned[name] = plan(configs, flag_values.budget)
     try:
         for name, method_trials in planned.items():
-            column = COLUMNS[name]
-            about = {
-                "words": column.preset,
-                "rounds": column.rounds,
-                "local_epochs": column.local_epochs,
-                "settings": dict(column.settings),
-                "budget": flag_values.budget,
-            }
             for trial in method_trials:
                 try:
                     line = run_trial(
@@ -196,7 +221,7 @@ def main(argv: Sequence[str]) -> None:
                     line = {"cannot": str(error)}
                 if not flag_values.only_show:
                     boards = board.read(out)  # with lines that other calls added meanwhile
-                lines = board.column(boards, name, about)["methods"]
+                lines = board.column(boards, name, about_columns[name])["methods"]
                 if line:
                     lines[trial.method] = board.with_commit(line, commit, lines.get(trial.method))
                 if line and not flag_values.only_show:

@@ -2,7 +2,6 @@
 
 import importlib.util
 import inspect
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from fedjax_pfl.cli.command import Call, Command, check_no_positional
 from fedjax_pfl.cli.configs import changed_settings, define_data_dir, read_settings, replace_length
 from fedjax_pfl.cli.errors import in_one_line
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.runs import interrupt
 from fedjax_pfl.runs.tuning import search, trials
 from fedjax_pfl.settings import selection
 from fedjax_pfl.simulation.devices import prepare_devices
@@ -120,7 +120,7 @@ def _method_preset(source: str, method: str) -> ConfigDict | None:
 def tune(call: Call) -> None:
     """Trains methods with points of their grids, up to --budget each; prints and writes the tables.
 
-    A point is one value for each key of --grid. Exits the process with the search's status.
+    A point is one value for each key of --grid.
     """
     options = call.options
     check_no_positional(call)
@@ -141,17 +141,18 @@ def tune(call: Call) -> None:
         options.budget_seed,
         as_preset=not set(trials.PARTICIPATION) & set(changes),
     )
-    status = search.run_search(
-        plan,
-        seeds=options.seeds or base.seeds,
-        out=Path(options.out),
-        texts=options.grid,
-        budget=options.budget,
-        max_runs=options.runs_per_program,
-        only_show=options.only_show,
-        form=options.format,
-    )
-    sys.exit(status)
+    with interrupt.on_signals() as stop:
+        search.run_search(
+            plan,
+            seeds=options.seeds or base.seeds,
+            out=Path(options.out),
+            texts=options.grid,
+            budget=options.budget,
+            max_runs=options.runs_per_program,
+            only_show=options.only_show,
+            form=options.format,
+            stop=stop,
+        )
 
 
 COMMANDS = {"tune": Command(lambda: HELP, define_flags, tune, system="baseline")}

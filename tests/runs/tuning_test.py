@@ -3,13 +3,14 @@
 import csv
 import re
 import shutil
+import signal
 
 import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.report import comparison
 from fedjax_pfl.report.run_index import RunIndex
-from fedjax_pfl.runs import checkpoints, runner, sweep_settings
+from fedjax_pfl.runs import checkpoints, interrupt, run_directory, runner, sweep_settings
 from fedjax_pfl.runs.tuning import choice, grids, search, trials
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.custom import register
@@ -25,7 +26,7 @@ def tuned(tmp_path_factory):
     """A search over two learning rates, two methods and two seeds, and its folder."""
     out = tmp_path_factory.mktemp("tune") / "an out"
     planned = plan(methods=["fedavg", "local"])
-    assert search.run_search(planned, seeds=2, out=out, texts=RATES) == 0
+    search.run_search(planned, seeds=2, out=out, texts=RATES)
     return planned, out
 
 
@@ -150,6 +151,24 @@ def test_a_killed_search_resumes(tuned, tmp_path, cached, capsys):
     assert "0 finished, 4 to resume, 0 to start, in 1 program\n" in capsys.readouterr().err
     for path in (tmp_path / "fedavg").iterdir():
         assert untimed(read_metrics(path)) == untimed(read_metrics(out / "fedavg" / path.name))
+
+
+def test_ctrl_c_in_python_stops_a_search_that_resumes(tmp_path, capfd):
+    append, grid = run_directory.append_metrics, {"learning_rate": [0.1, 0.2]}
+
+    def press_and_append(directory, line):
+        if line["round"] == 1 and "0.2" in directory.name:
+            signal.raise_signal(signal.SIGINT)
+        append(directory, line)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_directory, "append_metrics", press_and_append)
+        with pytest.raises(interrupt.Stopped, match="stopped at round 1; run the same call again"):
+            search.tune(SMALL, grid, tmp_path)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert "2 of its runs are missing" in capfd.readouterr().out
+    assert list(search.tune(SMALL, grid, tmp_path)) == ["fedavg"]
+    assert "0 finished, 2 to resume, 0 to start" in capfd.readouterr().err
 
 
 def test_finished_runs_on_other_examples_are_refused(tmp_path):

@@ -1,7 +1,6 @@
 """Grid search over settings: plan, runs and results of all methods."""
 
 import shlex
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -37,7 +36,9 @@ def tune(
     """Trains every point of a grid, and selects the best of each method by validation score.
 
     Writes tables and a page to `out`, and presets to tuned.py, like the command `tune`. With
-    user-defined components no tuned.py is written, because commands cannot load them.
+    user-defined components no tuned.py is written, because commands cannot load them. The first
+    Ctrl-C saves the rounds being computed and raises `Stopped` after the results are printed; the
+    same call resumes.
 
     Args:
       config: Settings of all methods, as for `fedjax_pfl.run`.
@@ -168,10 +169,11 @@ def run_search(
     max_runs: int | None = None,
     only_show: bool = False,
     form: str = "text",
-) -> int:
+    stop: interrupt.Stop | None = None,
+) -> None:
     """Runs a grid search, prints the results and writes them to `out`.
 
-    Returns the exit status: 0, or that of a stop that was requested.
+    If a stop is requested, does so with the runs that are finished, and raises Stopped.
 
     Args:
       planned: Result of `plan`.
@@ -182,14 +184,14 @@ def run_search(
       max_runs: Largest number of runs in one program. None: no limit.
       only_show: True to train and write nothing: prints the results of finished runs.
       form: Format to print: "text", "markdown" or "csv".
+      stop: Request to stop. Default: set by Ctrl-C.
     """
-    status = 0
+    stopped = None
     if not only_show:
         try:
-            trials.run(planned, seeds, out, max_runs)
-        except interrupt.Stopped as stopped:
-            print(stopped, file=sys.stderr)
-            status = stopped.code
+            trials.run(planned, seeds, out, max_runs, stop)
+        except interrupt.Stopped as exception:
+            stopped = exception
     registry, first_seed = planned[0].registry, planned[0].config.seed
     results = {trial.method: trials.collect(trial, seeds, out) for trial in planned}
     configs = {trial.method: trial.config for trial in planned}
@@ -210,7 +212,8 @@ def run_search(
     if has_preset and form == "text":  # programs read the other formats
         path = shlex.quote(str(out / "tuned.py"))
         print(f"\nChosen: --config={path}:METHOD\nPage: {out / 'tune.html'}")
-    return status
+    if stopped is not None:
+        raise stopped
 
 
 def format_results(results: Results, lines: Sequence[str], form: str) -> str:

@@ -1,5 +1,6 @@
 """Runs of a grid search: configurations of each method, finished runs, and missing runs."""
 
+import contextlib
 import hashlib
 import json
 import math
@@ -210,12 +211,19 @@ def collect(trial: Trial, seeds: int, folder: Path) -> list[PointResult]:
     return results
 
 
-def run(trials: Sequence[Trial], seeds: int, folder: Path, max_runs: int | None) -> None:
+def run(
+    trials: Sequence[Trial],
+    seeds: int,
+    folder: Path,
+    max_runs: int | None,
+    stop: interrupt.Stop | None = None,
+) -> None:
     """Trains missing runs and resumes unfinished ones, with at most `max_runs` in one program.
 
     Builds all programs before the first is compiled: errors appear at the start. `seeds` is the
     number of runs of a point; None for `max_runs` means no limit. Writes to `folder`. Raises
-    UsageError if the files that a finished run has read have changed since.
+    UsageError if the files that a finished run has read have changed since, and Stopped after a
+    request to stop, which is `stop` or, by default, Ctrl-C.
     """
     index, count, registry = RunIndex(folder), 0, trials[0].registry
     jobs: dict[str, Job] = {}
@@ -241,7 +249,8 @@ def run(trials: Sequence[Trial], seeds: int, folder: Path, max_runs: int | None)
                 )
                 jobs.setdefault(key, job)
     _check_examples(finished, registry)
-    with interrupt.on_signals() as stop:
+    with contextlib.ExitStack() as stack:
+        stop = stop or stack.enter_context(interrupt.on_keyboard(saves=True))
         programs = [
             part
             for group in _group_compatible(list(jobs.values()))
