@@ -149,6 +149,7 @@ def measured(
         "who": {
             library: {**rival_facts.get(library, {}), **entry, "peak_bytes": peaks[library]}
             for library, entry in entries.items()
+            if library not in failures
         },
         "missing": {**missing, **failures},
         **({"step_ratio": [round(ratio, 3) for ratio in step_ratio]} if step_ratio else {}),
@@ -313,8 +314,7 @@ def _rival_commands(
             checkout = rivals.checkout(key, path)
             python = rivals.python(f"{key}_python", flag_values[f"{key}_python"].value)
             commands[key] = ([python, str(rivals.ADAPTERS / rival.script)], checkout)
-            commit = rivals.commit(checkout)
-            checkouts[key] = {"repository": rival.repository, "commit": commit}
+            checkouts[key] = {"repository": rival.repository, "commit": rivals.commit(checkout)}
     return commands, checkouts
 
 

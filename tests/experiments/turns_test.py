@@ -2,7 +2,8 @@
 
 import pytest
 
-from experiments.libraries import picture, rivals, turns
+from experiments import benchmark
+from experiments.libraries import picture, rivals, turns, work
 from experiments.libraries.rivals import Gone
 from experiments.libraries.turns import Turn
 from fedjax_pfl.report import text_tables
@@ -23,6 +24,49 @@ def test_ratio_compares_neighbouring_turns():
 def test_share_of_peak_uses_the_peak_of_the_same_turn():
     measured = [Turn(2.0, "", None, 100.0), Turn(1.0, "", None, 400.0), Turn(4.0, "", None, 10.0)]
     assert turns.of_peak(measured, 120.0) == (0.6, 0.3, 3.0)
+
+
+def test_results_leave_out_a_rival_that_fails_after_a_turn(monkeypatch, capsys):
+    class FailingChild:
+        pid = "self"
+
+        def __init__(self, *_):
+            self.answers = iter([0.5])
+
+        def wait_until_ready(self):
+            return {}
+
+        def go(self):
+            for seconds in self.answers:
+                return seconds
+            raise Gone("it died")
+
+        def close(self):
+            pass
+
+    def compiled(item):
+        return work.Workload(
+            run=lambda: None,
+            compile_seconds=1.0,
+            parameters=10,
+            flops=1.0,
+            plan="",
+            program=str,
+        )
+
+    monkeypatch.setattr(benchmark, "Child", FailingChild)
+    monkeypatch.setattr(benchmark.roofline, "bandwidth", lambda: 1e9)
+    for name, replacement in {
+        "compiled": compiled,
+        "peak": lambda: 1e9,
+        "busy_cores": lambda: 0.0,
+    }.items():
+        monkeypatch.setattr(work, name, replacement)
+    commands = {"torch": ([], None)}
+    results = benchmark.measured("mlp", work.WORKS["mlp"], commands, repeats=3, limit=1.0)
+    assert list(results["who"]) == ["library"]
+    assert results["missing"] == {"torch": "it died"}
+    assert "was not timed: it died" in capsys.readouterr().err
 
 
 def test_turns_alternate_and_a_failed_rival_is_left_out():
