@@ -106,6 +106,15 @@ def test_the_control_of_factorized_fl_mixes_no_clients(monkeypatch):
     assert (configs["beta"].factorized_fl.tau, configs["beta"].factorized_fl.minimum) == (0, 10)
 
 
+def test_figure_6_has_settings_for_all_methods(monkeypatch, parse):
+    parse()
+    monkeypatch.setattr(factorized_fl, "runs", lambda settings, name: settings)
+    for name in factorized_fl.METHODS:
+        configuration.specify(factorized_fl._method(name))
+    assert factorized_fl._method("factorized_fl_moved").algorithm == "factorized_fl_moved"
+    assert factorized_fl._method("fedfomo").fedfomo.peers == 5
+
+
 def test_frequency_of_matches_excludes_the_last_mixture():
     weights = np.array([[[1, 0], [0.5, 0.5]], [[0.2, 0.8], [0.5, 0.5]], [[0.5, 0.5], [0, 1]]])
     np.testing.assert_array_equal(factorized_fl.frequency(weights), [[2, 1], [2, 2]])
