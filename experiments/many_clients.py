@@ -8,8 +8,8 @@ and takes two steps of 20 per round, in cohorts of 100. One round warms up; then
 rounds and an evaluation. The same step with ten clients on the device runs in turns with them.
 Times are CPU seconds of all cores, which excludes other work on the machine.
 
---server measures instead what part of a round the server takes, with all cores and 20 steps of 32
-images per client; see `experiments.libraries.server_share`.
+--server measures instead what part of a round of LeNet the server takes, with all cores and 20
+steps of 32 images per client; see `experiments.libraries.server_share`.
 
 python -m experiments.many_clients --server --methods=pfedla --clients=10,1000 --cohort=1000
                                    --rounds=2 --store=sharded
@@ -205,6 +205,8 @@ def main(argv: Sequence[str]) -> None:
     flag_values = flags.FLAGS
     if len(argv) > 1:
         raise UsageError(f"{argv[1]!r} is no flag; see --help")
+    if flag_values.server and (flag_values.model != "lenet" or flag_values.written):
+        raise UsageError("--server measures LeNet from an empty store; omit --model and --written")
     if flag_values.only:
         method, clients = flag_values.only.split(":")
         options: list[Any] = [flag_values[name].value for name in _PASSED]

@@ -12,6 +12,7 @@ from absl import flags
 from experiments import many_clients
 from experiments.libraries.rivals import Gone
 from fedjax_pfl.simulation.cohort_examples import cohort_data
+from tests.commands import message
 from tests.experiments.benchmark_test import Flags
 
 CHECKOUTS = Path(__file__).parents[1] / "checkouts"
@@ -38,6 +39,15 @@ def test_clients_share_a_pool():
             (rows, _), (all_rows, _) = getattr(cohort, part), getattr(data, part)
             np.testing.assert_array_equal(cohort.x[rows[place]], data.x[all_rows[i]])
             np.testing.assert_array_equal(cohort.y[rows[place]], data.y[all_rows[i]])
+
+
+@pytest.mark.parametrize("options", [{"model": "mlp"}, {"written": 5}])
+def test_flags_that_the_server_measurement_does_not_have_are_refused(options, monkeypatch):
+    values = {"server": True, "model": "lenet", "written": 0, "only": "pfedla:100"} | options
+    monkeypatch.setattr(flags, "FLAGS", Flags(**values))
+    assert message(many_clients.main, sys.argv[:1]) == (
+        "--server measures LeNet from an empty store; omit --model and --written"
+    )
 
 
 def test_each_number_of_clients_is_measured_once_in_its_own_process(tmp_path, monkeypatch, capsys):
