@@ -265,7 +265,9 @@ if __name__ == "__main__":
         flags.DEFINE_string(f"{_key}_python", None, "The Python that runs it. Default: this one.")
     flags.DEFINE_list("methods", [], "Methods to compare. Default: all.")
     flags.DEFINE_integer("rounds", 0, "Compare accuracies after this many rounds.", lower_bound=0)
-    flags.DEFINE_integer("seeds", 3, "Seeds of the accuracies.", lower_bound=1)
+    flags.DEFINE_integer(
+        "seeds", 3, "Seeds of the accuracies, for their standard deviation.", lower_bound=2
+    )
     flags.DEFINE_string("out", None, "JSON file of the results.")
     flags.DEFINE_float("limit", 300.0, "Most seconds that an answer may take.")
     run_script(main, __doc__)

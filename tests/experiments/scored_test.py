@@ -1,6 +1,8 @@
 """Tests of accuracies compared with a library: the split, the table, and resuming from a file."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +48,14 @@ def test_asterisk_for_differences_beyond_the_deviations(monkeypatch):
     assert rows == [["fedavg", "82.0 ± 2.0", "83.0 ± 2.0", "91.0 ± 1.7", "80.0 ± 0.0 *"]]
     assert [row[2] for row in table.rows if row[0] == "ditto"] == [""]
     assert scored.reasons(RECORD) == ["fedavg in PFLlib, after: it was tired"]
+
+
+def test_one_seed_is_refused():
+    """One seed has no deviation to compare a difference with."""
+    command = [sys.executable, "-m", "experiments.agree", "--rounds=2", "--seeds=1"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.splitlines()[-1] == "error: flag --seeds=1: 1 is not integer >= 2"
 
 
 def test_methods_in_the_file_are_not_run_again(tmp_path, monkeypatch):
