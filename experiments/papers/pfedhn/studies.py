@@ -5,19 +5,20 @@ python -m experiments.studies pfedhn novel --dataset=cifar10 --rounds=1000 --see
 --rounds is the number of communication steps. LG-FedAvg gets 1.2 times that number. Local trains
 each client for 0.4 times that number of local steps. A study has 60 steps on the embedded digits,
 with few values and methods. --paper sets the paper's 5,000, its dataset, clients, three seeds,
-values and methods.
+values and methods. Numbers are means over seeds.
 
 spectral  with and without spectral normalisation (table 4; --paper: CIFAR-10, 50 clients)
 novel    figures 2 and 7: clients that join after training, more and more unlike the others
          (--paper: CIFAR-10, 90 clients and 10 new ones, four values of α, four methods)
 figure3  every client's head on every client's body (--paper: CIFAR-10, 10 clients)
-figure4  t-SNE of the embeddings of clients that share classes in groups (--paper: CIFAR-100)
+figure4  t-SNE of the embeddings of clients that share classes in groups, drawn for seed 0
+         (--paper: CIFAR-100)
 figure5  numbers of local steps (--paper: CIFAR-10, 50 clients)
 figure6  length of the embedding and depth of the hypernetwork (--paper: CIFAR-10, 50 clients)
 fixed    learned embeddings and class shares (appendix C.5; --paper: CIFAR-10, 50 clients)
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -161,22 +162,23 @@ def _spread(result: runner.Result) -> float:
 
 
 def figure3() -> tuple[dict[str, Any], Figure]:
-    """Joins the bodies and heads of different clients of pFedHN-PC."""
-    result = study.runs(_config(f"n{CLIENTS.value}", "pfedhn_pc"), "figure3")[0]
-    accuracy = _crossed(result)
+    """Joins the bodies and heads of different clients of pFedHN-PC; accuracies are seed means."""
+    results = study.runs(_config(f"n{CLIENTS.value}", "pfedhn_pc"), "figure3")
+    by_seed = np.array([_crossed(result) for result in results])  # [seeds, N, N]
+    accuracy = by_seed.mean(0)
     figure = Figure(figsize=(5.4, 4.4), layout="constrained")
     axis = figure.subplots()
     image = axis.imshow(row_normalised(accuracy), cmap="viridis", vmin=0, vmax=1)
     ticks = range(len(accuracy))
     axis.set(xlabel="body θ of client", ylabel="head ω of client", xticks=ticks, yticks=ticks)
     figure.colorbar(image, ax=axis, label="accuracy, normalised in each row")
-    diagonal = np.diag(accuracy)
-    off = (accuracy.sum(1) - diagonal) / (len(diagonal) - 1)
+    diagonal = by_seed.diagonal(axis1=1, axis2=2)  # [seeds, N]
+    off = (by_seed.sum(2) - diagonal) / (len(accuracy) - 1)
     return {
-        "own_body": 100 * float(diagonal.mean()),
-        "other_bodies": 100 * float(off.mean()),
-        "spread_of_bodies": _spread(result),
-        "own_is_best_of_row": float(np.mean(diagonal >= accuracy.max(1))),
+        "own_body": mean_std((100 * diagonal.mean(1)).tolist()),
+        "other_bodies": mean_std((100 * off.mean(1)).tolist()),
+        "spread_of_bodies": mean_std([_spread(result) for result in results]),
+        "own_is_best_of_row": mean_std((diagonal >= by_seed.max(2)).mean(1).tolist()),
         "accuracy": accuracy.tolist(),
     }, figure
 
@@ -197,38 +199,61 @@ def share_near_own_group(points: np.ndarray, group: np.ndarray) -> float:
     return float(np.mean(group[distances.argmin(1)] == group))
 
 
+class Clusters(NamedTuple):
+    """Groups of clients with the same classes, compared with embeddings and with their moves."""
+
+    group: np.ndarray  # [N]; number of each client's group
+    pictures: dict[str, np.ndarray]  # t-SNE of "v" and of "moves", [N, 2]
+    measures: dict[str, float]
+
+
+def clusters(result: runner.Result) -> Clusters:
+    """Returns t-SNE pictures of a run's embeddings, and how far they show the groups of clients."""
+    assert result.federation.class_counts is not None  # images have classes
+    classes = result.federation.class_counts > 0
+    group = np.unique(classes, axis=0, return_inverse=True)[1].ravel()
+    values = np.stack(result.observations["embeddings"][1])
+    vectors = {"v": values[-1], "moves": own_moves(values)}
+    lengths = [float(np.linalg.norm(x, axis=1).mean()) for x in (vectors["moves"], values[0])]
+    measures = {"spread_of_models": _spread(result), "length_of_moves": lengths[0] / lengths[1]}
+    pictures = {}
+    for name, x in vectors.items():
+        tsne = TSNE(perplexity=min(30, len(x) // 4), random_state=0, init="pca")
+        pictures[name] = tsne.fit_transform(x)
+        measures[f"silhouette_of_{name}"] = float(silhouette_score(x, group))
+        measures[f"silhouette_of_picture_of_{name}"] = float(
+            silhouette_score(pictures[name], group)
+        )
+        measures[f"nearest_of_own_group_by_{name}"] = share_near_own_group(x, group)
+    return Clusters(group, pictures, measures)
+
+
 def figure4() -> tuple[dict[str, Any], Figure]:
-    """Compares embeddings with coarse classes on CIFAR-100, else with pairs of classes."""
+    """Compares embeddings with coarse classes on CIFAR-100, else with pairs of classes.
+
+    Numbers are means over seeds. The picture shows seed 0, because points of t-SNE have no mean.
+    """
     if DATASET.value == "cifar100":
         config = _config(f"n{CLIENTS.value}", partition="coarse", coarse={"per_client": 1})
     else:
         config = _config("n20", partition="listed")
         config.listed.classes = ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))
         config.listed.examples = 80 if DATASET.value == "digits" else 600
-    result = study.runs(config, "figure4")[0]
-    assert result.federation.class_counts is not None  # images have classes
-    classes = result.federation.class_counts > 0
-    group = np.unique(classes, axis=0, return_inverse=True)[1].ravel()
-    values = np.stack(result.observations["embeddings"][1])
-    panels = {"v": values[-1], "moves": own_moves(values)}
+    results = study.runs(config, "figure4")
+    by_seed = [clusters(result) for result in results]
+    first = by_seed[0]
     figure = Figure(figsize=(9.4, 4.4), layout="constrained")
-    facts: dict[str, Any] = {}
     titles = ("v at the end", "change of v without decay")
-    for axis, (name, x), title in zip(figure.subplots(1, 2), panels.items(), titles, strict=True):
-        points = TSNE(perplexity=min(30, len(x) // 4), random_state=0, init="pca").fit_transform(x)
-        axis.scatter(points[:, 0], points[:, 1], c=group, cmap="tab20", s=30)
+    for axis, points, title in zip(
+        figure.subplots(1, 2), first.pictures.values(), titles, strict=True
+    ):
+        axis.scatter(points[:, 0], points[:, 1], c=first.group, cmap="tab20", s=30)
         axis.set(xticks=[], yticks=[], title=title)
-        facts[f"silhouette_of_{name}"] = float(silhouette_score(x, group))
-        facts[f"silhouette_of_picture_of_{name}"] = float(silhouette_score(points, group))
-        facts[f"nearest_of_own_group_by_{name}"] = share_near_own_group(x, group)
-    figure.suptitle("t-SNE of the embeddings; a colour for each group of classes")
-    lengths = [float(np.linalg.norm(x, axis=1).mean()) for x in (panels["moves"], values[0])]
+    figure.suptitle("t-SNE of the embeddings, seed 0; a colour for each group of classes")
     return {
-        **_numbers([result]),
-        "spread_of_models": _spread(result),
-        "groups": int(group.max()) + 1,
-        "length_of_moves": lengths[0] / lengths[1],
-        **facts,
+        **_numbers(results),
+        "groups": int(first.group.max()) + 1,
+        **{name: mean_std([c.measures[name] for c in by_seed]) for name in first.measures},
     }, figure
 
 
