@@ -7,8 +7,9 @@ python -m experiments.leaderboard --only_show               prints existing resu
 Each method is tried with --budget points of its grid on validation examples, for one seed. The best
 point is run with other seeds and scored on test examples before and after local training. Run the
 same command again to resume. Results of earlier calls stay, and each method is added when it is
-finished. All methods of a split have the same budget: another one needs another --out. This folder
-has all runs, leaderboard.json, a text, a picture of each split, and a page with sortable tables.
+finished. All methods of a split have the same budget; give another --out for another budget. The
+folder --out has all runs, leaderboard.json, a text, a picture of each split, and a page with
+sortable tables.
 """
 
 import json

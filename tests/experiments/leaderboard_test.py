@@ -179,6 +179,18 @@ def test_calls_at_the_same_time_keep_each_others_lines(call):
     assert call(during_run) == {"mnist": (4, ["ditto"]), "digits": (4, ["local", "fedavg"])}
 
 
+def test_another_budget_is_refused_before_any_run(call, tmp_path):
+    """The results of a split would else be dropped; other splits are free."""
+    call()
+    values = {"columns": ["mnist", "digits"], "methods": ["ditto"], "budget": 8}
+    line = message(partial(call, lambda: pytest.fail("a run has started"), **values))
+    assert line == f"{tmp_path} has results of digits with budget 4, not 8; give another --out"
+    assert call(columns=["mnist"], budget=8) == {
+        "digits": (4, ["fedavg"]),
+        "mnist": (8, ["fedavg"]),
+    }
+
+
 def test_only_show_writes_nothing(call, tmp_path, capsys):
     call()
     files = {path: path.read_bytes() for path in tmp_path.iterdir()}
