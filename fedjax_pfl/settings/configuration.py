@@ -18,7 +18,7 @@ from ml_collections import ConfigDict, FrozenConfigDict, config_dict
 
 from fedjax_pfl import algorithms, data, networks
 from fedjax_pfl.core import optimizers, task
-from fedjax_pfl.core.errors import MAX_LAYERS, UsageError, nearest, require
+from fedjax_pfl.core.errors import MAX_LAYERS, UsageError, nearest
 from fedjax_pfl.settings.general import SETTINGS, settings_with
 from fedjax_pfl.transforms import SERVER_OPTIMIZERS
 
@@ -166,9 +166,10 @@ def setting_hint(key: Any, config: ConfigDict, prefix: str = "") -> str:
 
 
 def complete(changes: Mapping[str, Any], registry: Registry = BUILTINS) -> ConfigDict:
-    """Returns the defaults with `changes`, nested. Raises UsageError as `override` does."""
+    """Returns the defaults with `changes`, nested; UsageError as `override` and `_check_types`."""
     config = default(registry)
     override(config, changes)
+    _check_types(config, default(registry), "")
     return config
 
 
@@ -231,7 +232,6 @@ def setting_type(config: ConfigDict, name: str) -> type:
 def phases(config: ConfigDict, registry: Registry = BUILTINS) -> list[ConfigDict]:
     """Returns all settings of each phase, at least one; UsageError if a phase cannot change one."""
     configs = []
-    require(config.phases is not None, "phases is None; it must be of type tuple")
     for number, changes in enumerate(config.phases or [{}]):
         phase = config.copy_and_resolve_references()
         phase.phases = ()

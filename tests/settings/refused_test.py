@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import fedjax_pfl
-from tests.settings.configuration_test import built, message
+from fedjax_pfl.settings.general import SETTINGS
+from tests import commands
+from tests.settings.configuration_test import TINY, built, message
 
 LOCAL = {"privacy": "local", "privacy_clip_norm": 1.0, "privacy_noise": 1.0}
 BANDS = {
@@ -190,6 +192,20 @@ def test_invalid_settings_are_refused(changes, fragments):
 def test_building_refuses_invalid_settings(changes, fragments):
     line = message(changes, built)
     assert all(fragment in line for fragment in fragments), line
+
+
+def test_none_is_refused_for_settings_that_are_never_unset():
+    """Checks whole runs: other checks come before that of the whole configuration."""
+    for name, setting in SETTINGS.items():
+        if setting.default_value is not None:
+            line = commands.message(fedjax_pfl.run, {**TINY, name: None})
+            assert re.match(f"{name} (is None; it must be of type|.* must be a name, got)", line)
+
+
+@pytest.mark.parametrize("name", ["algorithm", "model", "rounds", "learning_rate_drops"])
+def test_none_is_refused_in_phases(name):
+    line = commands.message(fedjax_pfl.run, {**TINY, "phases": [{}, {name: None}]})
+    assert "None" in line
 
 
 def test_missing_dataset_says_how_to_get_it(tmp_path):
