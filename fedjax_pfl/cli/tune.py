@@ -17,7 +17,7 @@ from fedjax_pfl.cli.errors import in_one_line
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import interrupt
 from fedjax_pfl.runs.tuning import search, trials
-from fedjax_pfl.settings import selection
+from fedjax_pfl.settings import configuration, selection
 from fedjax_pfl.simulation.devices import prepare_devices
 
 HELP = """
@@ -80,7 +80,7 @@ def define_flags(options: flags.FlagValues) -> None:
 def configure_methods(
     source: str, base: ConfigDict, changes: Mapping[str, Any], methods: Sequence[str]
 ) -> dict[str, ConfigDict]:
-    """Returns the configuration of each method, by name.
+    """Returns the configuration of each method, by name. Missing settings have their defaults.
 
     If the file has a preset PRESET-METHOD, as the library's files have, it is the configuration of
     the method. Otherwise it is `base` with another `algorithm`. `source` is FILE.py:PRESET, the
@@ -89,11 +89,12 @@ def configure_methods(
     configs = {}
     for method in methods:
         preset = None if method == base.algorithm else _method_preset(source, method)
-        config = base.copy_and_resolve_references() if preset is None else preset
-        if preset is not None:
-            with in_one_line():
+        with in_one_line():
+            config = configuration.complete((base if preset is None else preset).to_dict())
+            if preset is not None:
                 for path, value in changes.items():
                     config_path.set_value(path, config, value)
+        if preset is not None:
             replace_length(config, [f"--config.{path}=" for path in changes])
             config.data_dir = base.data_dir
         config.algorithm = method
