@@ -109,13 +109,13 @@ def read_trace(path: str, clients: int) -> list[np.ndarray]:
         if path.endswith(".npy"):
             rows = np.load(path, allow_pickle=False)
         else:
-            with Path(path).open(newline="", encoding="utf-8") as file:
+            with Path(path).open(newline="", encoding="utf-8-sig") as file:
                 lines = [line for line in csv.reader(file) if line]
             rows = np.array([list(map(float, line)) for line in lines[_has_names(lines) :]])
         table = np.asarray(rows, np.float32).reshape(len(rows), -1)
     except OSError as error:
         raise UsageError(f"speed_trace {path} cannot be read ({error.strerror})") from None
-    except (ValueError, TypeError, csv.Error):
+    except (ValueError, TypeError, EOFError, csv.Error):
         raise UsageError(
             f"speed_trace {path} is no table of numbers; give it a row for each client"
         ) from None

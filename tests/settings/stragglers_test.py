@@ -41,6 +41,19 @@ def test_a_first_number_may_start_with_a_point(tmp_path, names):
     np.testing.assert_array_equal(seconds, np.float32([0.02, 0.03, 0.04]))
 
 
+def test_a_byte_order_mark_is_no_row_of_names(tmp_path):
+    (tmp_path / "trace.csv").write_text("0.1\n0.2\n", encoding="utf-8-sig")
+    (seconds,) = read_trace(str(tmp_path / "trace.csv"), 2)
+    np.testing.assert_array_equal(seconds, np.float32([0.1, 0.2]))
+
+
+def test_an_empty_array_file_is_refused(tmp_path):
+    path = tmp_path / "trace.npy"
+    path.touch()
+    line = message(lambda: read_trace(str(path), 2))
+    assert line.startswith(f"speed_trace {path} is no table of numbers")
+
+
 @pytest.mark.parametrize(
     ("text", "fragment"),
     [
