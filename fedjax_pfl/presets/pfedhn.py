@@ -9,7 +9,8 @@ Presets are words joined with dashes:
 - a method (pfedhn, pfedhn_pc, local, fedavg, fedper, lg_fedavg, per_fedavg, pfedme);
 - clients per round of a hypernetwork method (k5: five, in a fifth of the rounds);
 - communication steps (steps100, instead of the paper's 5,000 or of 500 on digits);
-- sizes (75 clients in three groups with 8, 16 and 32 kernels in the first layer).
+- sizes (with digits, cifar10 or cifar100: 75 clients in three groups with 8, 16 and 32 kernels in
+  the first layer).
 
 A communication step is one round: of one client for a hypernetwork method, of five clients for the
 others. Where the paper is silent, other methods take as many local steps as pFedHN's clients, and
@@ -22,6 +23,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.presets.vocabulary import Words, apply_words
 from fedjax_pfl.settings import configuration
 
@@ -56,6 +58,7 @@ DATASETS: dict[str, dict[str, Any]] = {
         },
     },
 }
+_SIZED = ("digits", "cifar10", "cifar100")  # datasets with presets of three network sizes
 # Settings of single methods.
 METHODS: dict[str, dict[str, Any]] = {
     "local": {"clients_per_round": None},
@@ -87,21 +90,26 @@ def get_config(preset: str = "") -> ConfigDict:
     config = configuration.default()
     config.update(algorithm="pfedhn", partition="shares", evaluate_after=False, rounds=0)
     config = apply_words(config, preset, _WORDS)
-    if "sizes" in preset.split("-"):
-        config.groups = tuple({config.model: {"kernels": (k, 2 * k)}} for k in (8, 16, 32))
+    is_sized = "sizes" in preset.split("-")
+    if is_sized and config.dataset not in _SIZED:
+        raise UsageError(
+            f"there is no preset {preset!r}: sizes needs one of the datasets {', '.join(_SIZED)}"
+        )
     small = config.dataset == "digits"
     steps, cohort = config.rounds or (500 if small else 5000), config.clients_per_round
     if not re.search(r"(^|-)n\d+(-|$)", preset):
-        config.clients = 75 if config.groups else 10 if small else 50
+        config.clients = 75 if is_sized else 10 if small else 50
     config.update(local_steps=50, batch_size=64, learning_rate=5e-3, momentum=0.9)
     config.update(weight_decay=5e-5, clip_norm=50.0)
     config.update(DATASETS.get(config.dataset, {}))
+    if is_sized:
+        config.groups = tuple({config.model: {"kernels": (k, 2 * k)}} for k in (8, 16, 32))
 
     if config.algorithm in HYPERNETWORKS:
         cohort = cohort or 1
         rounds = steps // cohort
     else:
-        cohort = cohort or (15 if config.groups else 5)  # five of each size
+        cohort = cohort or (15 if is_sized else 5)  # five of each size
         rounds = steps // 5 if small else steps
     config.update(clients_per_round=cohort, rounds=max(1, rounds))
     if config.algorithm == "local":

@@ -98,6 +98,20 @@ def test_words_that_contradict_each_other_are_refused(preset, words):
     assert "'n5' and 'n6' contradict" in message(factorized_fl.get_config, "n5-n6")
 
 
+@pytest.mark.parametrize("preset", ["mnist-sizes", "sizes-fedavg-omniglot", "femnist-sizes"])
+def test_networks_of_three_sizes_are_for_digits_and_cifar(preset):
+    assert message(pfedhn.get_config, preset) == (
+        f"there is no preset {preset!r}: sizes needs one of the datasets digits, cifar10, cifar100"
+    )
+    sized = {dataset: pfedhn.get_config(f"{dataset}-sizes") for dataset in pfedhn._SIZED}
+    networks = {dataset: list(map(dict, config.groups)) for dataset, config in sized.items()}
+    cifar = [{"lenet": {"kernels": (k, 2 * k)}} for k in (8, 16, 32)]
+    digits = [{"small": group["lenet"]} for group in cifar]
+    assert networks == {"digits": digits, "cifar10": cifar, "cifar100": cifar}
+    for config in sized.values():
+        configuration.specify(config)
+
+
 def test_numbers_that_no_run_can_have_are_no_words():
     for word in ("dirichlet1.2.3", "dirichlet."):
         assert f"{word!r} is no word of one" in message(baseline.get_config, word)
