@@ -34,6 +34,27 @@ def test_a_broken_rule_is_named():
     assert all(reason in str(caught.value) for reason in broken)
 
 
+def test_an_error_of_the_method_breaks_the_rule():
+    lines = []
+
+    def refuses_six(model, training, federation):
+        base = pfl.fedavg(model, training, federation)
+
+        def receive(state, cohort):
+            if len(cohort.ids) == 6:
+                raise TypeError("six slots\nare too many")
+            return base.receive(state, cohort)
+
+        return base._replace(receive=receive)
+
+    with pytest.raises(AssertionError, match="refuses_six breaks 3 of 11 rules") as caught:
+        pfl.testing.check(refuses_six, tell=lines.append)
+    assert "broken  equals a plain loop: TypeError: six slots" in lines
+    assert "empty slots may hold anything: TypeError: six slots; " in str(caught.value)
+    assert isinstance(caught.value.__cause__, TypeError)
+    assert len(lines) == 11
+
+
 def test_the_check_stops_at_wrong_shapes_and_refuses_a_value():
     lines = []
 

@@ -33,11 +33,13 @@ def check(
       training: Local training. Default: SGD with momentum, decay, clipping and a short last batch.
       rows_of_absent_clients_change: Set it if the server-side rows of absent clients change by
         design, for instance because of momentum.
-      tell: Called with a line for every rule: ok or broken, its title and the reason.
+      tell: Called with a line for every rule: ok or broken, its title and the reason. An error in
+        the method breaks the rule.
       **settings: The method's own settings.
 
     Raises:
-      AssertionError: If a rule is broken; it names all broken rules.
+      AssertionError: If a rule is broken; it names all broken rules. Its cause is the first error
+        in the method, if there was one.
     """
     if not callable(factory) or isinstance(factory, Algorithm):
         raise UsageError("check takes a method's factory, such as fedavg, not what it returns")
@@ -54,13 +56,18 @@ def check(
         world=make_world(example.vectors),
         rows_of_absent_clients_change=rows_of_absent_clients_change,
     )
-    broken = []
+    broken: list[str] = []
+    cause: Exception | None = None
     for rule in RULES:
         title = rule.__name__.replace("_", " ")
         try:
             rule(subject)
-        except (AssertionError, UsageError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            if not isinstance(error, AssertionError | UsageError):
+                reason = f"{type(error).__name__}: {reason}"
+                cause = cause or error
+            reason = reason or type(error).__name__
             broken.append(f"{title}: {reason}")
             tell(f"broken  {title}: {reason}")
             if rule is RULES[0]:  # the other rules need functions of the right shapes
@@ -69,4 +76,5 @@ def check(
             tell(f"ok      {title}")
     if broken:
         reasons = "; ".join(broken)
-        raise AssertionError(f"{name} breaks {len(broken)} of {len(RULES)} rules; {reasons}")
+        message = f"{name} breaks {len(broken)} of {len(RULES)} rules; {reasons}"
+        raise AssertionError(message) from cause
