@@ -218,6 +218,18 @@ def test_fixed_embeddings_are_the_shares_of_classes():
     np.testing.assert_allclose(v, counts / counts.sum(0), rtol=1e-6)
 
 
+def test_a_held_out_client_changes_no_fixed_embedding_of_others():
+    """The last two are held out. No active client has the third class."""
+    counts = np.array([[1, 0, 0], [2, 2, 0], [0, 0, 0], [1, 1, 0], [0, 3, 0], [8, 0, 4]])
+    active = np.array([True, True, True, True, False, False])
+    federation = tiny.federated()[1]._replace(class_counts=counts, active=active)
+    algorithm = algorithms.pfedhn(tiny.Net(), cases.training(), federation, fixed=True, width=4)
+    third = 1 / 3
+    expected = [[0.25, 0], [0.5, 2 * third], [0, 0], [0.25, third], [0, 1], [2, 0]]
+    v = algorithm.init(KEY).rows.v
+    np.testing.assert_allclose(v, np.pad(expected, ((0, 0), (0, 1))), rtol=1e-6)
+
+
 def test_starts_of_phases():
     """A phase continues the same hypernetwork. Only such a phase can freeze it."""
     algorithm = make()

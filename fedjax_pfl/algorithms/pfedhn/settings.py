@@ -74,8 +74,9 @@ def remark(name: str, settings: Mapping[str, Any], clients: int) -> str:
 
 
 def class_shares(name: str, federation: Federation) -> np.ndarray:
-    """Returns [N, C]: the share of all training examples of a class that each client has.
+    """Returns [N, C]: each client's training examples of a class, relative to all active clients'.
 
+    The share of a held-out client can exceed 1. It is 0 for a class that no active client has.
     Raises UsageError, with the method's `name`, if there are no classes.
     """
     if federation.class_counts is None:
@@ -84,7 +85,8 @@ def class_shares(name: str, federation: Federation) -> np.ndarray:
             "simulate a dataset with classes, without own_partitions and privacy"
         )
     counts = federation.class_counts.astype(np.float32)
-    return counts / np.maximum(counts.sum(0), 1)
+    total = counts[federation.active].sum(0)
+    return np.divide(counts, total, out=np.zeros_like(counts), where=total > 0)
 
 
 def server_sgd(settings: Settings, active: jax.Array) -> optax.GradientTransformation:
