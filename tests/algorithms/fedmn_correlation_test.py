@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import algorithms
-from fedjax_pfl.algorithms.fedmn import correlation, router
+from fedjax_pfl.algorithms.fedmn import correlation, correlation_variant, router
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext
 from fedjax_pfl.core.examples import client_data
@@ -26,6 +26,20 @@ def router_and_data():
     network = correlation.Correlation(tiny.Net(), LAYOUT, CLIENTS, SIZE)
     x, y = jnp.zeros((2, tiny.FEATURES)), jnp.zeros((2, tiny.CLASSES))
     return network, network.init(KEY, x, y), client_data(tiny.federated()[0], 3)
+
+
+@pytest.mark.parametrize(("active", "count"), [([1, 1, 0, 1, 1, 0], 4), ([0] * 6, 1)])
+def test_statistics_are_of_the_active_clients(active, count, monkeypatch):
+    counts = []
+
+    def correlations(model, layout, clients, size):
+        counts.append(clients)
+        return correlation.Correlation(model, layout, clients, size)
+
+    monkeypatch.setattr(correlation_variant, "Correlation", correlations)
+    federation = tiny.federated()[1]._replace(active=np.array(active, bool))
+    algorithms.fedmn_correlation(tiny.Net(), cases.training(), federation, layout=LAYOUT)
+    assert counts == [count]
 
 
 def test_a_signature_equals_numpys_correlation_for_any_batch_size(router_and_data):

@@ -7,8 +7,8 @@ is
   r_k[j] = the correlation over its training examples of φx(x)[j] and φy(y)[j], in -1..1        [d]
 
 Sampling n_k examples adds a variance S[j] = mean_k (1 - r_k[j]^2)^2 / (n_k - 1) to it. With m the
-mean over the K clients, let λ_i and u_i be the eigenvalues and eigenvectors of the covariance over
-clients of D(r_k - m), D = diag(S)^(-1/2). By chance alone λ rarely exceeds
+mean over the K active clients, let λ_i and u_i be the eigenvalues and eigenvectors of the
+covariance over clients of D(r_k - m), D = diag(S)^(-1/2). By chance alone λ rarely exceeds
 λ+ = (1 + sqrt(d/K))^2, the edge of the Marchenko-Pastur law. Larger eigenvalues distinguish
 clients:
 
@@ -53,7 +53,7 @@ class Correlation(nn.Module):
 
     network: Any  # φx is a copy of it with d outputs
     layout: tuple[int, ...]  # number of blocks in each layer of the modular network
-    clients: int  # number of clients K
+    clients: int  # number of active clients K
     size: int = 128  # d, the length of an embedding by φx or φy
 
     def setup(self) -> None:
@@ -103,7 +103,7 @@ class Statistics(nn.Module):
     A client moves them towards its own signature (`averaged`); the server averages the results.
     """
 
-    clients: int  # number of clients K
+    clients: int  # number of active clients K
 
     @nn.compact
     def __call__(self, r: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -54,7 +54,9 @@ def fedmn_correlation(
     sizes = {"width": width, "hidden": hidden, "size": size}
     check_routing("fedmn_correlation", model, federation, layout, temperatures, dropout, **sizes)
     n = federation.outputs
-    correlations = Correlation(model, layout, federation.clients, size)
+    # Only active clients enter the running averages; a group can have none.
+    active = max(1, int(federation.active.sum()))
+    correlations = Correlation(model, layout, active, size)
     return assemble(
         model,
         training,
