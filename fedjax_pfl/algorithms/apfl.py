@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared.initial_state import initial_client_rows, initial_momentum
 from fedjax_pfl.algorithms.shared.method import Method
-from fedjax_pfl.core import local_training, optimizers
+from fedjax_pfl.core import local_training, optimizers, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
     ClientContext,
@@ -68,7 +68,8 @@ def apfl(
 
     def mix(alpha: jax.Array, v: PyTree, w: PyTree) -> PyTree:
         """Returns the parameters α v + (1 − α) w."""
-        return jax.tree.map(lambda v, w: alpha * v + (1 - alpha) * w, v, w)
+        mixture = jax.tree.map(lambda v, w: alpha * v + (1 - alpha) * w, v, w)
+        return trees.with_dtypes(mixture, w)
 
     def init(key: jax.Array, start: State | None = None) -> State:
         state = base.init(key, start)

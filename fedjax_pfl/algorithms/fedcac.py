@@ -122,9 +122,7 @@ def fedcac(
         progress = (jnp.float32(cohort.t) - first_round + 1) / alone_after
         weights = collaborators(critical, cohort.arrived, progress).astype(jnp.float32)
         weights = weights / jnp.sum(weights, 1, keepdims=True)
-        customized = jax.tree.map(
-            lambda leaf: jnp.tensordot(weights, leaf, 1, precision="highest"), new
-        )
+        customized = trees.combine(weights, new)
         rows = Rows(
             cohort.put(state.rows.customized, customized),
             cohort.put(state.rows.critical, critical),

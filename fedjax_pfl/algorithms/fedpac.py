@@ -163,7 +163,7 @@ def fedpac(
         has_examples = cohort.arrived & (cohort.weights > 0)  # else its variance is unknown
         a = mixtures(uploads["h"], uploads["variance"], has_examples)
         a = jnp.where(jnp.any(has_examples), a, jnp.eye(len(a)))
-        mixed = jax.tree.map(lambda leaf: jnp.tensordot(a, leaf, 1, precision="highest"), heads)
+        mixed = trees.combine(a, heads)
         body = cohort.mean(bodies, parts(old)[1])
         return {**body, **average_prototypes(old, uploads)}, cohort.put(state.rows, mixed)
 

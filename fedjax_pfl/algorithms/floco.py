@@ -191,11 +191,7 @@ def floco(
     def at(variables: PyTree, alpha: jax.Array) -> PyTree:
         """Returns the variables of the plain network at the point α, [M]."""
         heads, body = trees.split(variables, {model.head})
-
-        def mix(leaf: jax.Array) -> jax.Array:
-            return jnp.tensordot(alpha, leaf, 1, precision="highest")
-
-        return trees.join(body, jax.tree.map(mix, heads))
+        return trees.join(body, trees.combine(alpha, heads))
 
     def signals(uploads: PyTree, payloads: PyTree) -> jax.Array:
         """Returns the changes old − new of all endpoints, [K, entries]."""

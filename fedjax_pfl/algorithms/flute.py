@@ -36,7 +36,7 @@ from fedjax_pfl.algorithms.shared.initial_state import (
 from fedjax_pfl.algorithms.shared.linear_head import head_layer, linear_head_width
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.model_training import model_trainer
-from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core import local_training, optimizers, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
     ClientContext,
@@ -182,7 +182,7 @@ def flute(
             def gap(head: PyTree) -> jax.Array:
                 return collapse_gap(head_layer(model, head)["kernel"], has_class)
 
-            return jax.tree.map(lambda leaf, g: leaf - rate * g, head, jax.grad(gap)(head))
+            return optimizers.descend(head, jax.grad(gap)(head), rate)
 
         heads = jax.vmap(step)(heads, has_class)
         return cohort.mean(bodies, state.server), cohort.put(state.rows, heads)

@@ -106,7 +106,7 @@ def pfedgraph(
         shares = cohort.weights / jnp.maximum(jnp.sum(cohort.weights), 1.0)
         project = jax.vmap(simplex.project, (0, None))
         w = project(shares[None] + cosines / (2 * alpha), cohort.arrived)
-        mixed = jax.tree.map(lambda leaf: jnp.tensordot(w, leaf, 1, precision="highest"), uploads)
+        mixed = trees.combine(w, uploads)
         return state.server, cohort.put(state.rows, mixed)
 
     def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:

@@ -94,7 +94,7 @@ def scaffold(
         y, (model_state, total, steps), momentum, metrics = local_training.fit(
             training, corrected, x, carry, client.momentum, ctx
         )
-        mean = jax.tree.map(lambda g: g / jnp.maximum(steps, 1.0), total)
+        mean = jax.tree.map(lambda g: g / jnp.maximum(steps, 1.0).astype(g.dtype), total)
         control = trees.where(steps > 0, mean, client.control)
         variables = {"params": y, **model_state}
         control_change = jax.tree.map(jnp.subtract, control, client.control)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl.core import batches, optimizers
+from fedjax_pfl.core import batches, optimizers, trees
 from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.arguments import check_arguments
 from fedjax_pfl.core.errors import UsageError, require_above, require_at_least, require_count
@@ -316,9 +316,10 @@ def fit(
         noise = jax.random.fold_in(noise_key, s)
         (loss, non_params), grads = gradient(carry.params, carry.non_params, batch, noise)
         with jax.named_scope("optimizer"):
+            grads = trees.with_dtypes(grads, carry.params)  # a method may have mixed in float32
             updates, moments = training.optimizer.update(grads, carry.moments, carry.params)
             factor = 1.0 if training.step_schedule is None else training.step_schedule(s, steps)
-            params = descend(carry.params, updates, rate * factor)
+            params = optimizers.descend(carry.params, updates, rate * factor)
         examples = jnp.sum(mask).astype(jnp.float32)
         return _FitCarry(
             params=params,
@@ -346,11 +347,6 @@ class _FitCarry(NamedTuple):
     moments: PyTree  # optimiser state
     loss: jax.Array  # sum over the examples of all steps
     examples: jax.Array  # their number, float32 []
-
-
-def descend(params: PyTree, updates: PyTree, rate: Any) -> PyTree:
-    """Computes params − rate · updates, leaf by leaf."""
-    return optax.apply_updates(params, jax.tree.map(lambda u: -(rate * u), updates))
 
 
 def evaluate(

@@ -90,7 +90,7 @@ def take_rows(tree: PyTree, ids: Any) -> PyTree:
 
 
 def weighted_sum(tree: PyTree, weights: PyTree) -> PyTree:
-    """Computes Σ_j w_j x_j over axis 0 of every leaf x. Returns leaves of shape [...].
+    """Computes Σ_j w_j x_j over axis 0 of every leaf x. Returns leaves [...] of the same dtype.
 
     Args:
       tree: Leaves of shape [N, ...], arrays or `Offloaded`.
@@ -102,16 +102,20 @@ def weighted_sum(tree: PyTree, weights: PyTree) -> PyTree:
     else:
         leaf_weights = structure.flatten_up_to(weights)
     if any(map(is_offloaded, leaves)):
-        return jax.tree.unflatten(structure, _blocked_sum(_Leaves(leaves), leaf_weights))
-    return jax.tree.unflatten(structure, list(map(_sum, leaves, leaf_weights)))
+        sums = _blocked_sum(_Leaves(leaves), leaf_weights)
+    else:
+        sums = list(map(_sum, leaves, leaf_weights))
+    narrow = [total.astype(leaf.dtype) for total, leaf in zip(sums, leaves, strict=True)]
+    return jax.tree.unflatten(structure, narrow)
 
 
 def _sum(leaf: jax.Array, weights: jax.Array) -> jax.Array:
-    return jnp.tensordot(weights, leaf, 1, precision="highest")
+    """Returns Σ_j w_j x_j, at least in float32."""
+    return jnp.tensordot(weights, widened(leaf), 1, precision="highest")
 
 
 def dot_products(tree: PyTree, vectors: PyTree) -> PyTree:
-    """Computes ⟨x_j, v⟩ of every row x_j of each leaf [N, ...]. Returns leaves of shape [N].
+    """Computes ⟨x_j, v⟩ of every row x_j of each leaf [N, ...]. Returns float32 leaves [N].
 
     Args:
       tree: Leaves of shape [N, ...], arrays or all `Offloaded`.
@@ -123,14 +127,24 @@ def dot_products(tree: PyTree, vectors: PyTree) -> PyTree:
         return jax.tree.unflatten(structure, _blocked_map(_Leaves(leaves), partial(_dots, flat)))
     # The rows come first: XLA would copy all of them if they were the second factor of a product.
     products = [
-        jnp.dot(leaf.reshape(len(leaf), -1), vector.reshape(-1), precision="highest")
+        jnp.dot(
+            widened(leaf).reshape(len(leaf), -1), widened(vector).reshape(-1), precision="highest"
+        )
         for leaf, vector in zip(leaves, flat, strict=True)
     ]
     return jax.tree.unflatten(structure, products)
 
 
 def _dots(vectors: list[jax.Array], row: list[jax.Array]) -> list[jax.Array]:
-    return [jnp.vdot(x, v, precision="highest") for x, v in zip(row, vectors, strict=True)]
+    return [
+        jnp.vdot(widened(x), widened(v), precision="highest")
+        for x, v in zip(row, vectors, strict=True)
+    ]
+
+
+def widened(x: jax.Array) -> jax.Array:
+    """Returns x as float32 if its dtype is narrower, such as bfloat16."""
+    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
 def map_clients(f: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
@@ -213,7 +227,8 @@ def _blocked_sum(leaves: _Leaves, weights: list[jax.Array]) -> list[jax.Array]:
         parts = zip(sums, leaves.block(b), block_weights, strict=True)
         return [s + _sum(x, w) for s, x, w in parts]
 
-    return jax.lax.fori_loop(0, count, add, [jnp.zeros(x.shape[1:], x.dtype) for x in leaves])
+    zeros = [widened(jnp.zeros(x.shape[1:], x.dtype)) for x in leaves]
+    return jax.lax.fori_loop(0, count, add, zeros)
 
 
 def _sum_forward(leaves: _Leaves, weights: list[jax.Array]) -> tuple[list[jax.Array], None]:

@@ -217,3 +217,8 @@ def schedule(name: str, end: float, warmup: float) -> Callable[[Any, Any], jax.A
         return jnp.asarray(factor_of_progress(jnp.clip(progress, 0, 1)), jnp.float32)
 
     return factor
+
+
+def descend(params: Any, updates: Any, rate: Any) -> Any:
+    """Computes params − rate · updates, leaf by leaf."""
+    return optax.apply_updates(params, jax.tree.map(lambda u: -(rate * u), updates))

@@ -147,18 +147,40 @@ def zero_unless(condition: jax.Array, tree: PyTree) -> PyTree:
 
 
 def weighted_mean(tree: PyTree, weights: jax.Array) -> PyTree:
-    """Computes Σ_k w_k x_k / Σ_k w_k over axis 0 of every leaf x [K, ...].
+    """Computes Σ_k w_k x_k / Σ_k w_k over axis 0 of every leaf x [K, ...], in the leaf's dtype.
 
     The weights have shape [K] and must not all be zero.
     """
     shares = weights / jnp.sum(weights)
 
-    def mean(leaf: jax.Array) -> jax.Array:
+    for leaf in jax.tree.leaves(tree):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(f"no mean of {leaf.dtype}; leaves must be floating-point")
-        return jnp.tensordot(shares.astype(leaf.dtype), leaf, 1, precision="highest")
+    return combine(shares, tree)
 
-    return jax.tree.map(mean, tree)
+
+def combine(weights: jax.Array, tree: PyTree) -> PyTree:
+    """Computes Σ_k w_k x_k over axis 0 of every leaf x [K, ...], in the leaf's dtype.
+
+    The weights have shape [K], or [M, K] for M sums with leaves [M, ...].
+    """
+
+    # Weights rounded to a narrow dtype would not sum to 1, and models would grow or shrink.
+    def of_leaf(leaf: jax.Array) -> jax.Array:
+        total = jnp.tensordot(weights, offload.widened(leaf), 1, precision="highest")
+        return total.astype(leaf.dtype)
+
+    return jax.tree.map(of_leaf, tree)
+
+
+def add_change(base: PyTree, start: PyTree, end: PyTree) -> PyTree:
+    """Computes base + (end − start), exactly `end` where base and start are equal."""
+    return jax.tree.map(lambda b, s, e: e + (b - s), base, start, end)
+
+
+def with_dtypes(tree: PyTree, other: PyTree) -> PyTree:
+    """Returns the tree with the dtypes of another one of the same structure."""
+    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), tree, other)
 
 
 def _floating_leaves(tree: PyTree) -> list[Any]:

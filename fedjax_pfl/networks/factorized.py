@@ -169,11 +169,12 @@ class SplitKernels(Factorized):
 
     def initial_factors(self, key: jax.Array, kernel: jax.Array) -> dict[str, jax.Array]:
         """Returns u and v of the largest singular value of the kernel, and the remainder μ."""
-        matrix = kernel.reshape(self._matrix_shape(kernel.shape))
-        u, scale, v = jnp.linalg.svd(matrix, full_matrices=False)
+        matrix = kernel.reshape(self._matrix_shape(kernel.shape)).astype(jnp.float32)
+        u, scale, v = jnp.linalg.svd(matrix, full_matrices=False)  # has no narrower dtypes
         root = jnp.sqrt(scale[0])
         u, v = u[:, :1] * root, v[:1].T * root
-        return {"u": u, "v": v, "mu": matrix - jnp.matmul(u, v.T, precision="highest")}
+        factors = {"u": u, "v": v, "mu": matrix - jnp.matmul(u, v.T, precision="highest")}
+        return {name: factor.astype(kernel.dtype) for name, factor in factors.items()}
 
 
 def _four_axes(shape: tuple[int, ...]) -> tuple[int, ...]:

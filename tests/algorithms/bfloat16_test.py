@@ -6,15 +6,18 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import fedjax_pfl as pfl
+from fedjax_pfl.core import offload, trees
 from tests import cases, tiny
 
 
 class Narrow(nn.Module):
     """Two dense layers with parameters in bfloat16."""
 
+    outputs: int = 3
     head = "fc2"
     layers = ("fc1", "fc2")
 
@@ -22,18 +25,64 @@ class Narrow(nn.Module):
     def __call__(self, x: jax.Array, train: bool = False, mask: Any = None) -> jax.Array:
         dtypes = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
         x = nn.relu(nn.Dense(8, name="fc1", **dtypes)(x))
-        return nn.Dense(3, name="fc2", **dtypes)(x)
+        return nn.Dense(self.outputs, name="fc2", **dtypes)(x)
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedfomo", "pefll"])
+# Methods that mix models in different ways.
+QUICK = ("apfl", "factorized_fl", "fedavg", "fedfomo", "pefll", "pfedla", "scaffold")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow("one method of many"))
+        for name in cases.NAMES
+        if name != "fedbn"  # needs BatchNorm
+    ],
+)
 def test_dtypes_of_a_round(name: str):
     """A parameter is two bytes, also in an upload."""
     data, federation = tiny.federated()
-    training, settings = pfl.local_sgd(0.1, steps=1), cases.CASES[name].settings
-    method = cases.FACTORIES[name](Narrow(), training, federation, **settings)
-    simulation = pfl.Simulation(method, pfl.PartitionedData(data, federation), evaluate_after=False)
-    state, log = simulation.run_round(simulation.init(), 0)
-    chex.assert_trees_all_equal_shapes_and_dtypes(state, simulation.init())
-    if name != "pefll":  # whose clients upload descriptors and gradients
+    training = pfl.local_sgd(0.1, steps=1, momentum=0.9, keep_optimizer=True)
+    settings = cases.CASES[name].settings
+    with jax.numpy_dtype_promotion("standard"):  # as for users; the tests are strict
+        method = cases.FACTORIES[name](Narrow(), training, federation, **settings)
+        examples = pfl.PartitionedData(data, federation)
+        simulation = pfl.Simulation(method, examples, evaluate_after=False)
+        state, log = simulation.run_round(simulation.init(), 0)
+        chex.assert_trees_all_equal_shapes_and_dtypes(state, simulation.init())
+    if name in ("fedavg", "apfl", "pfedla"):
         sent = sum(log.bytes_up_by_layer[layer] for layer in ("fc1", "fc2"))
         assert sent == federation.clients * 2 * (5 * 8 + 8 + 8 * 3 + 3)
+
+
+@pytest.mark.parametrize("clients", [3, 7, 10])
+def test_a_mean_of_equal_models_is_the_model(clients: int):
+    """Shares of 1/7 in bfloat16 would sum to 0.998, and every round would shrink the model."""
+    leaf = jnp.linspace(0.5, 2.0, 64).astype(jnp.bfloat16)
+    stacked = jnp.broadcast_to(leaf, (clients, 64))
+    weights = jnp.ones(clients)
+    assert (trees.weighted_mean(stacked, weights) == leaf).all()
+    assert (offload.weighted_sum(stacked, weights / clients) == leaf).all()
+    stored = Stored(np.asarray(stacked))
+    offloaded = offload.Offloaded(
+        source=stored,
+        k=0,
+        shape=stacked.shape,
+        dtype=stacked.dtype,
+        ids=jnp.zeros(0, jnp.int32),
+        values=jnp.zeros((0, 64)),
+    )
+    read = offload.weighted_sum(offloaded, weights / clients)
+    assert read.dtype == jnp.bfloat16
+    assert (read == leaf).all()
+
+
+class Stored:
+    """A source of rows, as stores have for leaves off the device."""
+
+    def __init__(self, rows: np.ndarray):
+        self.rows = rows
+
+    def read(self, leaves: Any, ids: np.ndarray) -> list[np.ndarray]:
+        return [self.rows[ids] for _ in leaves]

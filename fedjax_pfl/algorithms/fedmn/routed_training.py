@@ -19,7 +19,7 @@ from fedjax_pfl.algorithms.fedmn.modular import (
     pretrained,
 )
 from fedjax_pfl.algorithms.shared.initial_state import initial_momentum, initial_variables
-from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core import local_training, optimizers, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
     ClientContext,
@@ -160,7 +160,7 @@ def assemble(
         params = psi["params"]
         trace = trace if training.keep_optimizer else training.optimizer.init(params)
         updates, trace = training.optimizer.update(grads, trace, params)
-        new = local_training.descend(params, updates, training.rate(ctx.t))
+        new = optimizers.descend(params, updates, training.rate(ctx.t))
         new |= {name: params[name] for name in routing.frozen}  # decay would move them
         return {**psi, "params": new}, trace if training.keep_optimizer else ()
 
