@@ -119,7 +119,11 @@ def setting(f: int, **settings: Any) -> tuple[Any, Any, Any, State]:
     def scatter(leaf: jax.Array) -> jax.Array:
         return leaf + rng.normal(size=leaf.shape).astype(np.float32)
 
-    return algorithm, rounds_functions, data, jax.tree.map(scatter, state)
+    state = jax.tree.map(scatter, state)
+    if settings["share"] == "u":  # the server has a copy of each client's v
+        copy = jnp.copy(state.clients.personal["params"]["first"]["v"])
+        state.rows["params"]["first"]["v"] = copy
+    return algorithm, rounds_functions, data, state
 
 
 @pytest.mark.parametrize(

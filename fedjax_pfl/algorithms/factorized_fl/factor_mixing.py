@@ -80,16 +80,17 @@ def factor_mixing(
       matching: Decides whose factors a client mixes.
       penalty: Penalty on μ, and pruning.
       is_mixed: (layer name, leaf name) -> True if the parameter is mixed. The others stay on the
-        client, except that v of the compared layer is uploaded too.
+        client; changes of v of the compared layer are uploaded too.
     """
     task = federation.task
     n = federation.clients
 
-    def is_compared(layer: str, leaf: str) -> bool:
-        return (layer, leaf) == (matching.compared, "v")
+    def is_shown(layer: str, leaf: str) -> bool:
+        """Returns True for v of the compared layer if it is not mixed: the server has a copy."""
+        return (layer, leaf) == (matching.compared, "v") and not is_mixed(layer, leaf)
 
     def is_uploaded(layer: str, leaf: str) -> bool:
-        return is_mixed(layer, leaf) or is_compared(layer, leaf)
+        return is_mixed(layer, leaf) or is_shown(layer, leaf)
 
     def sent(params: PyTree) -> PyTree:
         return prune(params, penalty.least) if penalty.pruned_travel else params
@@ -97,7 +98,8 @@ def factor_mixing(
     def init(key: jax.Array, start: State | None = None) -> State:
         variables = initial_variables(net, federation, key, None)
         params, model_state = local_training.split_variables(variables)
-        uploaded, personal = trees.divide({"params": params}, is_uploaded)
+        uploaded = trees.divide({"params": params}, is_uploaded)[0]
+        personal = trees.divide({"params": params}, is_mixed)[1]
         rows = matching.first(trees.repeat(uploaded, n))
         momentum = initial_momentum(training, params, federation)
         personal = trees.repeat({**personal, **model_state}, n)
@@ -112,20 +114,22 @@ def factor_mixing(
         stored = {"params": state.rows["params"]}
         mixed = offload.weighted_sum(stored, matching.weights(state.rows, ctx.i, ctx.key))
         mixed = {"params": sent(trees.divide(mixed, is_mixed)[0]["params"])}
-        if is_mixed(matching.compared, "v"):
-            return mixed
-        return trees.join(mixed, trees.divide(trees.row(stored, ctx.i), is_compared)[0])
+        return trees.join(mixed, trees.divide(trees.row(stored, ctx.i), is_shown)[0])
 
     def train(payload: PyTree, client: SplitClient, ctx: ClientContext) -> ClientResult:
-        variables = trees.join(payload, client.personal)
+        mixed, copy = trees.divide(payload, is_mixed)
+        variables = trees.join(mixed, client.personal)
         gradient = with_l1(local_training.gradient(net, task, ctx.data), penalty.gradient)
         variables, momentum, metrics = fit_variables(
             training, gradient, variables, client.momentum, ctx
         )
         params, model_state = local_training.split_variables(variables)
-        personal = {**trees.divide({"params": params}, is_uploaded)[1], **model_state}
+        new_mixed, personal = trees.divide({"params": params}, is_mixed)
+        own = (trees.divide(tree, is_shown)[0] for tree in (client.personal, personal))
+        upload = trees.join({"params": sent(new_mixed["params"])}, trees.add_change(copy, *own))
+        personal = {**personal, **model_state}
         return ClientResult(
-            upload=trees.divide({"params": sent(params)}, is_uploaded)[0],
+            upload=upload,
             variables={"params": prune(params, penalty.least), **model_state},
             client=SplitClient(personal, momentum),
             metrics=metrics,
@@ -135,13 +139,14 @@ def factor_mixing(
         return state.server, cohort.put(state.rows, matching.updated(state.rows, cohort))
 
     def personalize(state: State, client: SplitClient, ctx: ClientContext) -> PyTree:
-        variables = trees.join(send(state, ctx), client.personal)
+        variables = trees.join(trees.divide(send(state, ctx), is_mixed)[0], client.personal)
         return {**variables, "params": prune(variables["params"], penalty.least)}
 
     def traffic(payload: PyTree, upload: PyTree) -> Traffic:
         """Counts mixed parameters in both directions, and the upload of v of the compared layer.
 
-        If v is not mixed, the payload has the client's own last v, which is not counted.
+        If v is not mixed, the payload has the server's copy of the client's v, to which the client
+        adds the change of its own; that needs no download.
         """
         down = trees.divide(payload, is_mixed)[0]
         return Traffic(*(bytes_used(prune(tree, penalty.least)) for tree in (down, upload)))

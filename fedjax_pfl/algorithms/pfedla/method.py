@@ -10,8 +10,9 @@ and an embedding v_i. Its output α_i [L, N] has one row per layer, which sums t
   ψ_i   ← ψ_i + η (∂θ̄_i/∂ψ_i)ᵀ Δθ_i        (11)
 
 HeurpFedLA (Algorithm 2) does not download the k layers with the largest α_i^{l,i} (12): they stay
-θ_i^l, the client's own. All layers are uploaded, and (10) and (11) hold for all layers, with Δθ_i
-taken from the model that the training started from and the derivative of (6).
+θ_i^l, the client's own, also where noise or compression has changed the server's copy. All layers
+are uploaded, and (10) and (11) hold for all layers, with Δθ_i taken from the model that the
+training started from and the derivative of (6).
 
 Where the paper is silent: α is a softmax over heads that start at zero. η is a setting; the
 equations print no factor. The sizes of the hypernetwork are settings. BatchNorm's statistics stay
@@ -70,6 +71,7 @@ class ServerState(NamedTuple):
 class ClientState(NamedTuple):
     """State kept on the client between rounds."""
 
+    params: PyTree  # its last trained parameters, from which it retains layers; () if k is 0
     model_state: PyTree  # BatchNorm statistics
     momentum: PyTree  # state of the local optimiser; () if clients do not keep it
 
@@ -134,7 +136,9 @@ def pfedla(
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(n))
         psi = jax.vmap(network.init)(keys)["params"]
         clients = ClientState(
-            trees.repeat(model_state, n), initial_momentum(training, params, federation)
+            params=trees.repeat(params, n) if k else (),
+            model_state=trees.repeat(model_state, n),
+            momentum=initial_momentum(training, params, federation),
         )
         table = mixing_candidates.initial_table(federation, candidates, key)
         return State((), ServerState(trees.repeat(params, n), psi, table), clients)
@@ -149,14 +153,23 @@ def pfedla(
             weights = jnp.where(retained[:, None], one_hot, weights)
         return {"params": mix(stored.models, weights, layers), "retained": retained}
 
+    def start_of(payload: PyTree, client: ClientState) -> PyTree:
+        """Returns the parameters that a client trains and is served: θ̄_i with retained layers."""
+        if not k:
+            return payload["params"]
+        retained = jax.tree.map(lambda row: payload["retained"][row], layers.of_leaf)
+        return jax.tree.map(jnp.where, retained, client.params, payload["params"])
+
     def train(payload: PyTree, client: ClientState, ctx: ClientContext) -> ClientResult:
-        variables = {"params": payload["params"], **client.model_state}
-        trained, momentum, metrics = train_model(variables, client.momentum, ctx)
+        start = start_of(payload, client)
+        trained, momentum, metrics = train_model(
+            {"params": start, **client.model_state}, client.momentum, ctx
+        )
         params, model_state = local_training.split_variables(trained)
         return ClientResult(
-            upload={"params": params},
+            upload={"params": trees.add_change(payload["params"], start, params)},
             variables=trained,
-            client=ClientState(model_state, momentum),
+            client=ClientState(params if k else (), model_state, momentum),
             metrics=metrics,
         )
 
@@ -185,7 +198,7 @@ def pfedla(
         return state.server, new
 
     def personalize(state: State, client: ClientState, ctx: ClientContext) -> PyTree:
-        return {"params": send(state, ctx)["params"], **client.model_state}
+        return {"params": start_of(send(state, ctx), client), **client.model_state}
 
     def traffic(payload: PyTree, upload: PyTree) -> Traffic:
         retained = {name: payload["retained"][row] for name, row in layers.row.items()}
@@ -199,8 +212,15 @@ def pfedla(
         all_alpha = jax.lax.map(client_alpha, jnp.arange(n), batch_size=256)
         return {"alpha": all_alpha, **mixing_candidates.diagnostics(state.rows.candidates)}
 
+    def continuing_init(key: jax.Array, start: State | None = None) -> State:
+        """Returns `continuing(init)`; an earlier phase may have another k."""
+        if start is not None and isinstance(start.clients, ClientState):
+            own = start.clients.params or jax.tree.map(jnp.copy, start.rows.theta)
+            start = start._replace(clients=start.clients._replace(params=own if k else ()))
+        return continuing(init)(key, start)
+
     return Algorithm(
-        init=continuing(init),
+        init=continuing_init,
         send=send,
         train=train,
         receive=receive,

@@ -1,0 +1,67 @@
+"""Parameters that a client does not download stay as they are on the client, whatever is uploaded.
+
+Privacy and compression change the server's copies only.
+"""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import algorithms, transforms
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext
+from fedjax_pfl.core.examples import client_data
+from fedjax_pfl.simulation.rounds import make_rounds
+from tests import tiny
+
+KEY = jax.random.key(0)
+DATA, FEDERATION = tiny.federated()
+
+
+def changed_uploads(kind: str) -> Any:
+    """Returns a transform that changes uploads."""
+    if kind == "compression":
+        return transforms.compression(FEDERATION, DATA, bits=2)
+    return transforms.local_privacy(DATA, clip_norm=1.0, noise_multiplier=1.0)
+
+
+def served(algorithm: Algorithm, rounds: int) -> tuple[Any, Any]:
+    """Returns the models that all clients are served after some rounds, and the state."""
+    functions = make_rounds(algorithm, FEDERATION, cohort=FEDERATION.clients, max_rounds=rounds)
+    state, _ = functions.run(KEY, functions.init(KEY), DATA, jnp.int32(0), jnp.int32(rounds))
+
+    def model(i: jax.Array) -> Any:
+        ctx = ClientContext(i, client_data(DATA, i), jnp.int32(rounds), KEY)
+        return algorithm.personalize(state._replace(clients=()), trees.row(state.clients, i), ctx)
+
+    return jax.device_get(jax.vmap(model)(jnp.arange(FEDERATION.clients))), state
+
+
+@pytest.mark.parametrize("kind", ["privacy", "compression"])
+def test_a_client_that_retains_all_layers_trains_alone(kind: str):
+    training = local_training.sgd(learning_rate=0.1, batch_size=4, epochs=1)
+    layers = len(tiny.Net().layers)
+    method = algorithms.pfedla(tiny.Net(), training, FEDERATION, k=layers, hidden=4, embedding=4)
+    plain, state = served(method, 3)
+    changed, _ = served(transforms.chain(method, changed_uploads(kind)), 3)
+    chex.assert_trees_all_equal(plain, changed)
+    # Without such a change the server's copy is the client's model.
+    chex.assert_trees_all_equal(state.rows.theta, state.clients.params)
+
+
+def test_the_factors_of_alpha_stay_on_the_client():
+    """Without training, a client's v stays, while the server's copy gets noise."""
+    training = local_training.sgd(learning_rate=0.0, batch_size=4, epochs=1)
+    method = algorithms.factorized_fl(tiny.Net(), training, FEDERATION, share="u", tau=2.0)
+    noised = transforms.chain(method, changed_uploads("privacy"))
+    functions = make_rounds(noised, FEDERATION, cohort=FEDERATION.clients, max_rounds=1)
+    start = jax.device_get(functions.init(KEY))
+    models, state = served(noised, 1)
+    (layer,) = state.rows["params"]
+    own = start.clients.personal["params"][layer]["v"]
+    np.testing.assert_array_equal(models["params"][layer]["v"], own)
+    assert np.abs(state.rows["params"][layer]["v"] - own).max() > 0.1
