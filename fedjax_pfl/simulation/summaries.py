@@ -22,7 +22,8 @@ def per_client(scores: Scores, task: Task) -> dict[str, np.ndarray]:
     """Computes the metrics and the mean loss of each client.
 
     A loss that is not finite makes all metrics of its client NaN: the arg max of NaN logits is a
-    class, but no prediction. Otherwise only metrics that the examples do not define are NaN.
+    class, but no prediction. Otherwise only metrics that the examples do not define are NaN. A
+    metric that overflows, such as the perplexity of a large loss, is infinite.
 
     Args:
       scores: Sums over the examples of each client, [N].
@@ -41,10 +42,7 @@ def per_client(scores: Scores, task: Task) -> dict[str, np.ndarray]:
     }
     columns["loss"] = np.asarray(scores.loss) / counts
     finite = np.isfinite(columns["loss"])
-    return {
-        name: np.where(finite & np.isfinite(values), values, np.nan)
-        for name, values in columns.items()
-    }
+    return {name: np.where(finite, values, np.nan) for name, values in columns.items()}
 
 
 def _has_scores(scores: Scores, active: np.ndarray) -> np.ndarray:
@@ -73,7 +71,8 @@ def summary(scores: Scores, active: np.ndarray, task: Task) -> dict[str, Any] | 
       None if no active client has examples. Otherwise, for each metric NAME: NAME_mean,
       NAME_weighted (by examples), NAME_std, NAME_variance and NAME_worst10, the mean of the
       ceil(n/10) worst clients. Clients whose examples do not define a metric are left out of it.
-      Also `loss`, and the numbers `clients` (in the summary) and `not_finite` (left out).
+      Statistics that are not finite, because the metric of a client overflows, are None. Also
+      `loss`, and the numbers `clients` (in the summary) and `not_finite` (left out).
     """
     scored = _has_scores(scores, active)
     if not scored.any():
@@ -83,16 +82,17 @@ def summary(scores: Scores, active: np.ndarray, task: Task) -> dict[str, Any] | 
     examples = np.asarray(scores.examples, np.float64)[included]
     line: dict[str, Any] = {}
     for metric in task.metrics:
-        defined = np.isfinite(columns[metric.name][included])
+        defined = ~np.isnan(columns[metric.name][included])
         values, weights = columns[metric.name][included][defined], examples[defined]
         worst_first = np.sort(values) if metric.higher_is_better else np.sort(values)[::-1]
         statistics: dict[str, float | None] = dict.fromkeys(_STATISTICS)
         if len(values):
-            statistics["mean"] = to_finite(values.mean())
-            statistics["weighted"] = to_finite((values * weights).sum() / weights.sum())
-            statistics["std"] = to_finite(values.std())
-            statistics["variance"] = to_finite(values.var())
-            statistics["worst10"] = to_finite(worst_first[: math.ceil(len(values) / 10)].mean())
+            with np.errstate(over="ignore", invalid="ignore"):  # sums may overflow; ∞ - ∞ is NaN
+                statistics["mean"] = to_finite(values.mean())
+                statistics["weighted"] = to_finite((values * weights).sum() / weights.sum())
+                statistics["std"] = to_finite(values.std())
+                statistics["variance"] = to_finite(values.var())
+                statistics["worst10"] = to_finite(worst_first[: math.ceil(len(values) / 10)].mean())
         line |= {f"{metric.name}_{name}": number for name, number in statistics.items()}
     line["loss"] = to_finite(columns["loss"][included].mean()) if included.any() else None
     return line | {"clients": len(examples), "not_finite": int(scored.sum()) - len(examples)}

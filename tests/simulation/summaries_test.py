@@ -7,7 +7,7 @@ import pytest
 
 from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.core.local_training import Scores
-from fedjax_pfl.core.metrics import ACCURACY
+from fedjax_pfl.core.metrics import ACCURACY, PERPLEXITY
 from fedjax_pfl.core.task import Task, classification, regression, select_metrics
 from fedjax_pfl.runs import progress, run_state
 from fedjax_pfl.simulation import clients_csv, ledger, summaries
@@ -79,6 +79,25 @@ def test_the_worst_errors_are_the_largest():
     assert (result["squared_error_mean"], result["squared_error_worst10"]) == (6.0, 10.5)
     assert result["rmse_mean"] == pytest.approx(np.sqrt(np.arange(1, 12)).mean())
     assert next(iter(result)) == "squared_error_mean"  # readers take the first metric
+
+
+def test_a_perplexity_that_overflows_makes_its_means_missing():
+    """Losses are 1 and 800. With 1 and 400, the perplexities are finite but not their variance."""
+    task = Task(None, (PERPLEXITY,), has_classes=True)
+    overflow = scores([1, 800], [1, 800], [1, 1], "perplexity")
+    result = summary(overflow, task)
+    names = [f"perplexity_{name}" for name in ("mean", "weighted", "std", "variance", "worst10")]
+    assert result == {**dict.fromkeys(names), "loss": 400.5, "clients": 2, "not_finite": 0}
+    values = summaries.per_client(overflow, task)["perplexity"]
+    assert values.tolist() == [np.exp(1), np.inf]
+    rows = clients_csv.client_scores(Evaluation(overflow, overflow, None), task)
+    assert [row["before_perplexity"] for row in rows] == [np.exp(1), None]
+    large = summary(scores([1, 400], [1, 400], [1, 1], "perplexity"), task)
+    assert (large["perplexity_worst10"], large["perplexity_variance"]) == (np.exp(400), None)
+    recorder = Recorder(clients=2, task=task)
+    recorder.evaluate(1, scores([2, 2], [2, 2], [1, 1], "perplexity"))
+    recorder.evaluate(2, overflow)
+    assert recorder.run.at.best_round == 1
 
 
 class Recorder:
