@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fedjax_pfl.core import trees
 from fedjax_pfl.core.local_training import Scores
 from fedjax_pfl.core.metrics import METRICS
 from fedjax_pfl.core.task import Task
@@ -184,6 +185,8 @@ Pending = tuple[dict[str, float], int]
 def gather(pending: Pending, logs: Sequence[Log], rounds: int, is_attacker: np.ndarray) -> Pending:
     """Returns the sums with the training metrics of updates that the server used.
 
+    Rounds are added in order and in 64 bits, so the sums do not depend on how calls divide them.
+
     Args:
       pending: Sums before these rounds.
       logs: One log per architecture group, arrays [rounds or more, K].
@@ -191,12 +194,13 @@ def gather(pending: Pending, logs: Sequence[Log], rounds: int, is_attacker: np.n
       is_attacker: bool [N]; updates of attackers do not count.
     """
     sums, count = dict(pending[0]), pending[1]
-    for log in logs:
-        used = log.arrived[:rounds]
-        arrived = used & ~is_attacker[np.where(used, log.ids[:rounds], 0)]
-        count += int(arrived.sum())
-        for name, values in log.metrics.items():
-            sums[name] = sums.get(name, 0.0) + float(values[:rounds][arrived].sum())
+    for r in range(rounds):
+        for log in trees.row(tuple(logs), r):
+            arrived = log.arrived & ~is_attacker[np.where(log.arrived, log.ids, 0)]
+            count += int(arrived.sum())
+            for name, values in log.metrics.items():
+                total = values[arrived].sum(dtype=np.float64)
+                sums[name] = sums.get(name, 0.0) + float(total)
     return sums, count
 
 

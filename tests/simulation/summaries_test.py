@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -198,6 +199,18 @@ def test_training_metrics_of_the_clients_that_arrived():
     assert summaries.gather(({}, 0), LOGS, 2, ~is_attacker) == pending
     assert summaries.means(({"loss": 0.0}, 0)) == {"train_loss": None}
     assert summaries.means(({"loss": np.nan}, 2)) == {"train_loss": None}
+
+
+def test_training_metrics_do_not_depend_on_how_calls_divide_the_rounds():
+    """The losses of three rounds are 2^24, 1 and 1: in float32, 2^24 + 1 is 2^24."""
+    rounds = log([[1]] * 3, [[0]] * 3, [[0]] * 3, [[2**24], [1], [1]])
+    honest, expected = np.zeros(1, bool), ({"loss": 2.0**24 + 2}, 3)
+    assert summaries.gather(({}, 0), [rounds], 3, honest) == expected
+    pending = ({}, 0)
+    for r in range(3):
+        call = jax.tree.map(lambda leaf, r=r: leaf[r : r + 1], rounds)
+        pending = summaries.gather(pending, [call], 1, honest)
+    assert pending == expected
 
 
 def test_rejected_uploads_are_reported_by_round():
