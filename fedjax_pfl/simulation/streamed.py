@@ -40,7 +40,7 @@ class FetchedCohort(NamedTuple):
 
     slots: Slots  # NumPy arrays
     data: FederatedData  # of these clients, on the devices
-    records: np.ndarray  # client-side state, uint8 [K, bytes]; see `stores.RecordLayout`
+    records: np.ndarray  # client-side state, uint8 [K, bytes]; see `record_layout.RecordLayout`
 
 
 class StreamedProgram:
