@@ -93,12 +93,20 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
 def check_not_used_up(state: Any) -> None:
     """Raises UsageError for a state that `Simulation.run_round` has used up.
 
-    XLA reuses the memory of its arrays; a call with such arrays can crash the process.
+    XLA reuses the memory of its arrays; a call with such arrays can crash the process. Rows on the
+    host or on disk are those of a later round.
     """
-    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+
+    def is_used_up(leaf: Any) -> bool:
+        if isinstance(leaf, stores.ClientStore):
+            return leaf.is_used_up
+        return isinstance(leaf, jax.Array) and leaf.is_deleted()
+
+    if any(map(is_used_up, jax.tree.leaves(state))):
         raise UsageError(
             "this state was used up by run_round, which reuses its memory; use the state that "
-            "run_round returned, or keep a copy before it: jax.device_get(state)"
+            "run_round returned, or keep a copy before it: jax.device_get(state), or "
+            "pfl.save(path, state) if the store is 'host' or 'disk'"
         )
 
 

@@ -177,7 +177,11 @@ class Simulation:
         return self._program(1).init(start and self._from_any_store(start))
 
     def run_round(self, state: State, t: int) -> tuple[State, RoundLog]:
-        """Runs round `t` and uses up `state`; `jax.device_get(state)` is a copy that stays."""
+        """Runs round `t` and uses up `state`. Returns the next state and the log of the round.
+
+        `jax.device_get(state)` is a copy to keep. With store="host" or "disk", keep a state with
+        `fedjax_pfl.save`.
+        """
         state, logs = self.run_rounds(state, t, 1)
         return state, logs[0]
 

@@ -6,6 +6,7 @@ that have changed since.
 """
 
 import contextlib
+import copy
 import os
 import tempfile
 import weakref
@@ -216,6 +217,7 @@ class ClientStore:
         self.best: Snapshot | None = None  # the state of an earlier round
         self.saved: Any = None  # files of the last checkpoint
         self.writes = 0  # number of calls of `put`
+        self.is_used_up = False  # a later state has written to the same rows
 
     def records(
         self, g: int, ids: np.ndarray, start: int = 0, end: int | None = None
@@ -237,6 +239,12 @@ class ClientStore:
             self.best.save(g, ids)
         self.groups[g].put(ids, *columns)
         self.writes += 1
+
+    def hand_over(self) -> "ClientStore":
+        """Marks this store as used up. Returns a store of the same rows, for the next state."""
+        successor = copy.copy(self)
+        self.is_used_up = True
+        return successor
 
     def snapshot(self) -> "Snapshot":
         """Returns a snapshot of the current state, which replaces an earlier snapshot."""

@@ -84,8 +84,8 @@ class StreamedProgram:
         self._observe: dict[Any, tuple[list[str], Callable[..., list[Any]]]] = {}
         self.offloaded_rows: OffloadedRows | None = None  # set by the first state
         self.worker = ThreadPoolExecutor(1)
-        # The store and round of a cohort, and the cohort.
-        self.prefetched: tuple[ClientStore, int, Future[list[FetchedCohort]]] | None = None
+        # The rows and round of a cohort, and the cohort.
+        self.prefetched: tuple[Any, int, Future[list[FetchedCohort]]] | None = None
         self.stale = self._no_ids()  # of each group, clients that changed since the fetch
         self.writes = 0  # of the store, at the fetch or after this program's last write
         self._capacity = functools.cache(lambda n, test: max_examples(self.data, n, test=test))
@@ -212,7 +212,7 @@ class StreamedProgram:
     def run(self, state: State, t: int, n: int) -> tuple[State, tuple[Log, ...]]:
         """Runs rounds t to t + n - 1. Returns the state, and a log in NumPy for each group.
 
-        The arrays of the logs are [n, K]. Those of the state that is passed in are used up.
+        The arrays of the logs are [n, K]. The state that is passed in is used up.
         """
         clients, shared, all_logs = state.clients, state._replace(clients=()), []
         offloaded = self._read_from(clients)
@@ -226,6 +226,7 @@ class StreamedProgram:
             shared = trained._replace(clients=())
             if self.prefetched is not None:
                 self.prefetched[2].result()  # the store is not written while it is read
+            clients = clients.hand_over()
             for g, log in enumerate(logs):
                 ids = log.ids[log.arrived]
                 all_arrived = log.arrived.all()  # saves a copy
@@ -326,7 +327,7 @@ class StreamedProgram:
     def _next_cohort(self, clients: ClientStore, t: int) -> list[FetchedCohort]:
         """Returns the cohort of round `t`, one entry per group; fetches it if necessary."""
         fetched = self.prefetched and (*self.prefetched[:2], self.writes)
-        if fetched != (clients, t, clients.writes):  # another program may have written
+        if fetched != (clients.groups, t, clients.writes):  # another program may have written
             self._prefetch(clients, t)
         assert self.prefetched is not None
         return self.prefetched[2].result()
@@ -336,7 +337,7 @@ class StreamedProgram:
         # Sample now: in the worker this would wait for the round that is submitted next.
         slots = self.sample(self.key, self._number(t))
         self.stale, self.writes = self._no_ids(), clients.writes
-        self.prefetched = clients, t, self.worker.submit(self._fetch_cohort, clients, slots)
+        self.prefetched = clients.groups, t, self.worker.submit(self._fetch_cohort, clients, slots)
 
     def _fetch_cohort(self, clients: ClientStore, slots: Sequence[Slots]) -> list[FetchedCohort]:
         """Fetches the sampled clients of each group, given the slots of each group."""

@@ -140,12 +140,13 @@ def test_a_state_may_be_changed_between_rounds(method, data):
     assert not np.any(state.server["params"]["fc1"]["bias"] == np.float32(0.01))
 
 
-@pytest.mark.parametrize("store", ["device", "host"])
+@pytest.mark.parametrize("store", ["device", "host", "disk"])
 def test_a_state_that_a_round_has_used_up_is_refused(store, method, data, tmp_path):
-    """A copy stays."""
+    """A copy stays; off the device, it is a file."""
     loop = simulation(method, data, store=store)
     state, copied = loop.init(), loop.init()
     copy = jax.device_get(copied)
+    pfl.save(tmp_path / "copy.npz", copied)
     new, log = loop.run_round(state, 0)
     loop.run_round(copied, 0)
     calls = [
@@ -157,11 +158,23 @@ def test_a_state_that_a_round_has_used_up_is_refused(store, method, data, tmp_pa
     ]
     if store == "device":
         calls.append((loop.personal_model, state, 0))
-        again, again_log = loop.run_round(copy, 0)
-        assert_equal((again, again_log.loss), (new, log.loss))
+    else:
+        calls += [(loop.run_round, copy, 1), (loop.evaluate, copy, 0)]
+        copy = pfl.restore(tmp_path / "copy.npz", like=new)
+    again, again_log = loop.run_round(copy, 0)
+    assert_equal((to_arrays(again), again_log.loss), (to_arrays(new), log.loss))
     for function, *arguments in calls:
         assert "was used up by run_round" in message(function, *arguments)
     loop.evaluate(new, 1)
+
+
+@pytest.mark.parametrize("store", ["device", "host"])
+def test_a_used_up_state_without_server_arrays_is_refused(store, data):
+    method = pfl.local(pfl.networks.MLP(outputs=10, hidden=()), pfl.local_sgd(), data.federation)
+    loop = simulation(method, data, store=store)
+    state = loop.init()
+    loop.run_round(state, 0)
+    assert "was used up by run_round" in message(loop.run_round, state, 1)
 
 
 def test_rounds_of_two_states_may_alternate(method, data):
