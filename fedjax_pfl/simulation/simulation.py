@@ -220,13 +220,14 @@ class Simulation:
             raise UsageError(f"personal_model needs store='device', and store is {self._store!r}")
         if not 0 <= client < self.federation.clients:
             raise UsageError(f"client is {client}; choose 0 to {self.federation.clients - 1}")
-        check_not_used_up(state)
+        program = self._program(1)
+        state = program.enter(self._from_any_store(state))
         has_groups = isinstance(self.method.send, tuple)
         group = int(self.federation.groups[client]) if has_groups else 0
         client_states = state.clients[group] if has_groups else state.clients
         ctx = ClientContext(
             i=client,
-            data=client_data(self.examples, client),
+            data=client_data(program.data, client),
             t=t,
             key=stage_key(self._key, PERSONAL, t, client),
         )
