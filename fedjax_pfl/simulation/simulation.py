@@ -34,6 +34,7 @@ from fedjax_pfl.simulation.rounds import round_functions
 from fedjax_pfl.simulation.sampling import SAMPLINGS
 from fedjax_pfl.simulation.saving import check_not_used_up
 from fedjax_pfl.simulation.speeds import method_speeds
+from fedjax_pfl.simulation.spread import is_on_mesh
 from fedjax_pfl.simulation.stores import ClientStore, to_arrays
 from fedjax_pfl.simulation.streamed import StreamedProgram
 
@@ -239,7 +240,8 @@ class Simulation:
         check_not_used_up(state)
         if isinstance(state.clients, ClientStore):
             return state if self._store in OFF_DEVICE else to_arrays(state)
-        return state if self._store == "sharded" else to_arrays(state)
+        is_spread = self._store == "sharded" and is_on_mesh(state, self._settings["mesh"])
+        return state if is_spread else to_arrays(state)
 
     def _program(self, rounds: int) -> DeviceProgram | StreamedProgram:
         """Returns the program for up to `rounds` rounds in one call, made at its first use."""

@@ -50,9 +50,12 @@ class Spread:
         return jax.tree.map(lambda leaf: _fetched(leaf)[: self.clients], self.padded)
 
 
-def _fetched(leaf: jax.Array) -> np.ndarray:
-    """Returns a whole array in NumPy, fetched in blocks if other processes hold parts of it."""
-    if leaf.is_fully_addressable:
+def _fetched(leaf: Any) -> np.ndarray:
+    """Returns a whole array in NumPy, fetched in blocks if other processes hold parts of it.
+
+    A NumPy array is returned unchanged.
+    """
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return np.asarray(leaf)
     sharding: Any = leaf.sharding
     step = max(1, _BLOCK * len(leaf) // max(1, leaf.nbytes))
@@ -77,6 +80,17 @@ def cut(state: State) -> State:
 def gathered(state: State) -> State:
     """Returns a state whose `Spread` parts are NumPy arrays [N, ...]; other parts stay the same."""
     return State(*(part.gathered() if isinstance(part, Spread) else part for part in state))
+
+
+def is_on_mesh(state: State, mesh: Mesh | None) -> bool:
+    """Returns True if the rows and clients of a state are spread over the devices of this mesh."""
+    if mesh is None:
+        return False
+    _, by_client = _shardings(mesh)
+    return all(
+        isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(by_client, leaf.ndim)
+        for leaf in jax.tree.leaves((state.rows, state.clients))
+    )
 
 
 def pinned(spec: RoundSpec, state: State) -> State:

@@ -242,6 +242,24 @@ def test_a_state_of_another_store_trains_on(first, second, method, data):
     chex.assert_trees_all_close(to_arrays(state), to_arrays(expected), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("first", "second"), [(1, 4), (4, 1), (2, 4)])
+def test_a_spread_state_trains_on_with_other_devices(first, second, method, data):
+    """Equals two rounds with the second number of devices, also from a copy in NumPy."""
+    loops = [
+        Simulation(method, data, clients_per_round=2, seed=3, store="sharded", devices=devices)
+        for devices in (first, second)
+    ]
+    state, _ = loops[0].run_round(loops[0].init(), 0)
+    copy = jax.device_get(state)
+    scores = [loop.evaluate(state, 1).before.loss for loop in loops]
+    np.testing.assert_allclose(*scores, rtol=1e-5)
+    chex.assert_trees_all_equal_shapes(loops[1].init(state), loops[1].init())
+    expected = to_arrays(loops[1].run_rounds(loops[1].init(), 0, 2)[0])
+    for start in (state, copy):
+        result, _ = loops[1].run_round(start, 1)
+        chex.assert_trees_all_close(to_arrays(result), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_diagnostics_of_a_state(data):
     training = pfl.local_sgd(learning_rate=0.05)
     network = pfl.networks.MLP(outputs=10, hidden=())
