@@ -15,7 +15,7 @@ from fedjax_pfl.simulation import stores
 
 
 def save(path: str | os.PathLike[str], state: Any) -> None:
-    """Writes a tree of arrays, or the state of a `Simulation` with any store, to one .npz file.
+    """Writes a tree of arrays and states of a `Simulation` with any store to one .npz file.
 
     The file is complete or absent: an interrupted call keeps the previous one. Raises UsageError if
     the file cannot be written.
@@ -111,9 +111,18 @@ def check_not_used_up(state: Any) -> None:
 
 
 def _to_arrays(tree: Any) -> Any:
-    """Returns a state of any store with arrays [N, ...] of all clients; other trees unchanged."""
+    """Returns a tree with arrays [N, ...] of all clients in its states, which may be of any store.
+
+    Other parts of the tree are unchanged.
+    """
+
+    def is_state(node: Any) -> bool:
+        return isinstance(node, State)
+
     check_not_used_up(tree)
-    return stores.to_arrays(tree) if isinstance(tree, State) else tree
+    return jax.tree.map(
+        lambda node: stores.to_arrays(node) if is_state(node) else node, tree, is_leaf=is_state
+    )
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:

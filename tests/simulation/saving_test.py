@@ -27,6 +27,16 @@ def test_a_restored_simulation_goes_on_bit_for_bit(store: str, tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["state.npz"]
 
 
+@pytest.mark.parametrize("store", ["device", "host"])
+def test_a_tree_may_hold_a_state(store: str, tmp_path: Path):
+    data = pfl.partition(pfl.datasets.digits(), "classes", clients=3, per_client=2, examples=20)
+    method = pfl.fedper(pfl.networks.MLP(outputs=10), pfl.local_sgd(0.1, steps=1), data.federation)
+    state, path = pfl.Simulation(method, data, store=store).init(), tmp_path / "tree.npz"
+    pfl.save(path, {"best": (state, 3), "none": None})
+    restored = pfl.restore(path, like={"best": (state, 0), "none": None})
+    chex.assert_trees_all_equal(restored["best"], (to_arrays(state), 3))
+
+
 def test_dtypes_and_damaged_files(tmp_path: Path):
     path = tmp_path / "tree.npz"
     tree = {
