@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from fedjax_pfl import data
 from fedjax_pfl.core.algorithm import Federation, State
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.report import run_reader
+from fedjax_pfl.report import method_labels, run_reader
 from fedjax_pfl.runs import reference_runs, run_directory
 from fedjax_pfl.runs.build import Experiment
 from fedjax_pfl.runs.phase import Phase
@@ -47,7 +47,8 @@ class Result(NamedTuple):
             if name.endswith("_mean") and value is not None
         ]
         directory = [] if self.directory is None else [str(self.directory)]
-        parts = [self.config["algorithm"], f"{self.round} rounds", *scores, *directory]
+        methods = " then ".join(method_labels.methods(self.config))
+        parts = [methods, f"{self.round} rounds", *scores, *directory]
         return f"Result({', '.join(parts)})"
 
 

@@ -40,7 +40,10 @@ def test_callbacks_receive_every_round_and_evaluation_and_can_stop_a_run(tmp_pat
     assert [line["round"] for line in stopped.metrics] == [2]
     assert stopped.ledger.total_up == sum(count for *_, count in rounds[:3])
     assert (stopped.round, stopped.phase) == (3, 0)
-    assert "3 rounds" in repr(stopped)
+    assert repr(stopped).startswith("Result(fedavg, 3 rounds, ")
+    phases = [{"algorithm": "fedrep"}, {}, {"algorithm": "fedper"}]
+    text = repr(stopped._replace(config={**stopped.config, "phases": phases}))
+    assert text.startswith("Result(fedrep then fedavg then fedper, 3 rounds, ")
 
     # Ended before the first evaluation: nothing to report.
     stopped = pfl.run(SETTINGS, tmp_path / "short", on_round=lambda t, log: False)
