@@ -27,9 +27,10 @@ fedjax-pfl tune --config=pfedla:digits --config.validation_fraction=.2 \\
     --budget=3 --out=runs/tune/digits
 
 A key of a grid is a training setting, for all methods, or METHOD.SETTING, for one method: a setting
-of the method, or a training setting with other values for it. All combinations are tried, or
---budget of them for each method. Real-valued settings and seeds share a compiled program; every
-integer, word and boolean (true, false) needs another program.
+of the method, or a training setting with other values for it. Values are numbers, words, true,
+false or unset. All combinations are tried, or --budget of them for each method. Seeds and the
+settings that config.sweep takes share a compiled program. Every value of another setting needs a
+program of its own, and so does 0 for momentum or weight_decay.
 
 The point with the highest validation accuracy is chosen: the mean over clients at a run's best
 evaluation, averaged over seeds. Among equals the first in the grid is chosen. Test examples are not

@@ -55,7 +55,8 @@ def tune(
 
     Returns:
       The selected settings by method, nested, without the seed: pass them to `fedjax_pfl.run` with
-      another one. A method is missing if one of its runs is, or if no score is finite.
+      another one. With several seeds and `own_partitions` they keep both settings: pass them to
+      `fedjax_pfl.run_all`. A method is missing if one of its runs is, or if no score is finite.
     """
     counts = {
         "seeds": seeds,

@@ -295,7 +295,8 @@ def _count(number: int, noun: str) -> str:
 def _group_compatible(jobs: Sequence[Job]) -> list[list[Job]]:
     """Groups runs of one method that can train in one compiled program.
 
-    They differ in real-valued settings only, and have a checkpoint of the same round or none.
+    They differ in seeds and in the settings that `sweep` takes, and have a checkpoint of the same
+    round or none.
     """
     groups: dict[str, list[Job]] = {}
     sweepable = settings_with("sweepable")
