@@ -60,6 +60,7 @@ from fedjax_pfl.core.errors import (
 )
 from fedjax_pfl.core.examples import Batch, ClientData
 from fedjax_pfl.networks.pretrained import require_random_start
+from fedjax_pfl.networks.zero_head import require_random_head
 
 
 class Server(NamedTuple):
@@ -151,6 +152,7 @@ def pefll(
     if federation.input_dtype != "float32" or federation.positions:
         raise UsageError("pefll describes vectors and images; choose a dataset without sequences")
     require_random_start("pefll", model)
+    require_random_head("pefll", model)
     n, task = federation.clients, federation.task
     length = descriptor or 1 + n // 4
     embedding_network = EmbeddingNetwork(length, embedding_width, embedding_depth)

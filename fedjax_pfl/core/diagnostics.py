@@ -75,6 +75,19 @@ def effective_number(weights: np.ndarray) -> np.ndarray:
     return np.exp(-np.sum(weights * logs, -1))
 
 
+def count_mixed(weights: np.ndarray) -> int:
+    """Returns the number of models that have a weight in the model of another client.
+
+    `weights` are [N, ..., N], with the receiving client on axis 0. Models of clients that never
+    train have none. With other columns than clients, all columns count.
+    """
+    clients, columns = len(weights), weights.shape[-1]
+    if clients != columns:
+        return columns
+    others = np.asarray(weights).reshape(clients, -1, columns).max(1) * ~np.eye(clients, dtype=bool)
+    return int(np.sum(others.max(0) > 0))
+
+
 def entropy_bits(shares: np.ndarray) -> np.ndarray:
     """Returns the entropy in bits of rows [..., M] that sum to 1."""
     return np.log2(effective_number(shares))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.core import trees
+from fedjax_pfl.core.errors import require
 
 PyTree = Any
 
@@ -34,3 +35,9 @@ class ZeroHead:
         if name.startswith("__"):  # copy and pickle ask for these before `model` is there
             raise AttributeError(name)
         return getattr(self.model, name)
+
+
+def require_random_head(method: str, model: Any) -> None:
+    """Raises UsageError for a head of zeros, if `method` does not start from the network's head."""
+    random_head = not isinstance(model, ZeroHead)
+    require(random_head, f"{method} initialises the last layer itself; set zero_head=False")

@@ -241,6 +241,10 @@ def test_only_the_gate_map_learns_and_embeddings_are_sent_once():
     statistics_bytes = 4 * 2 * tiny.HIDDEN  # of BatchNorm
     assert down[True] - down[False] == sum(embeddings.values()) + statistics_bytes
     assert int(sum(traffic[True].up.values())) == down[False]
+    # A later phase remembers who has the embeddings.
+    trained = state._replace(clients=state.clients._replace(pi=jnp.full((tiny.CLIENTS, 10), 0.5)))
+    continued = jax.jit(algorithm.init)(KEY, trained)
+    np.testing.assert_array_equal(continued.clients.pi, trained.clients.pi)
 
 
 def test_an_unused_encoder_neither_changes_nor_is_sent():

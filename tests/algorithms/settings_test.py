@@ -202,6 +202,10 @@ OWN_PARAMETERS = (
 )
 
 
+# Methods that do not start from the last layer of the network.
+OWN_HEADS = ("factorized_fl", "fedmn", "fedmn_correlation", "pefll", "pfedhn")
+
+
 @pytest.mark.parametrize(
     ("name", "network", "message"),
     [
@@ -214,7 +218,7 @@ OWN_PARAMETERS = (
         ("pfedfda", Deep(3, 2), "^pfedfda needs a head with a bias, and head has none"),
         *((n, MLP(3, hidden=()), f"^{n} .* only fc1; use") for n in ("fedas", "fedpac", "pfedfda")),
         ("pfedhn_pc", MLP(hidden=()), "^pfedhn_pc .* has no other"),
-        ("factorized_fl", ZeroHead(NETWORK), "^factorized_fl .* set zero_head=False"),
+        *((n, ZeroHead(NETWORK), f"^{n} .* last layer itself; set zero_") for n in OWN_HEADS),
         *((n, PRETRAINED, f"^{n} needs random initial parameters") for n in OWN_PARAMETERS),
         ("fedem", ZeroHead(PRETRAINED), "^fedem needs random initial parameters"),
     ],

@@ -87,6 +87,18 @@ def test_uniform_alpha_is_inactive():
     assert diagnostics.read(PFEDLA, observed(nearly), [], 20, 40).inactive == []
 
 
+def test_models_of_held_out_clients_do_not_count():
+    """Clients 0 to 2 share evenly; client 3 takes no part, and its own row mixes all four."""
+    alpha = np.full((4, 1, 4), 1 / 4)
+    alpha[:3] = np.array([1, 1, 1, 0]) / 3
+    assert diagnostics.count_mixed(alpha) == 3
+    assert diagnostics.read(PFEDLA, Observed({"alpha": alpha}, {}, (), {}), [], 20, 40).inactive
+    assert diagnostics.count_mixed(np.eye(4)) == 0
+    assert diagnostics.count_mixed(np.ones((4, 2, 3))) == 3  # candidates
+    weights = [[0.5, 0.5, 0], [0.5, 0.5, 0], [0.3, 0.3, 0.4]]
+    assert of("factorized_fl", {"weights": weights}).inactive == ["peers"]
+
+
 def of(method, arrays, before=None, first=None, earlier=(), at=20):
     """Returns a method's diagnostics of arrays by name."""
 

@@ -4,7 +4,10 @@ import numpy as np
 
 from fedjax_pfl.core.diagnostics import (
     Diagnostic,
+    Observed,
     Picture,
+    Value,
+    count_mixed,
     effective_number,
     mean,
     of_array,
@@ -12,6 +15,12 @@ from fedjax_pfl.core.diagnostics import (
 )
 
 _PLAIN_MEAN = 0.99  # omega is the plain mean if it mixes more than this share of all models
+
+
+def _is_plain_mean(value: Value, observed: Observed) -> bool:
+    """Returns True if clients mix nearly all models; `value` is their effective number."""
+    mixed = count_mixed(observed.now["weights"])
+    return mixed > 1 and mean(value) > _PLAIN_MEAN * mixed
 
 
 def diagnostics(method: str) -> dict[str, Diagnostic]:
@@ -24,9 +33,7 @@ def diagnostics(method: str) -> dict[str, Diagnostic]:
             meaning="effective number of models that a client mixes: the exponential of the "
             "entropy of ω",
             value=of_array("weights", lambda omega: effective_number(omega).mean()),
-            inactive=lambda value, observed: (
-                mean(value) > _PLAIN_MEAN * observed.now["weights"].shape[-1]
-            ),
+            inactive=_is_plain_mean,
             warning="every client is served the plain mean: ω mixes {value:.1f} models; see "
             f"{method}.scale and {method}.minimum",
         ),

@@ -50,7 +50,7 @@ from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree
 from fedjax_pfl.core.errors import require, require_at_least, require_one_of
 from fedjax_pfl.networks.factorized import LAYOUTS, Factorized
 from fedjax_pfl.networks.pretrained import require_random_start
-from fedjax_pfl.networks.zero_head import ZeroHead
+from fedjax_pfl.networks.zero_head import require_random_head
 
 
 def factorized_fl(
@@ -100,8 +100,7 @@ def factorized_fl(
     valid_peers = not control or 1 <= peers < max(members, 2)
     require(valid_peers, f"factorized_fl.peers is {peers}; choose 1 to {members - 1}")
     require_random_start("factorized_fl", model)
-    random_head = not isinstance(model, ZeroHead)
-    require(random_head, "factorized_fl starts the last layer from factors; set zero_head=False")
+    require_random_head("factorized_fl", model)
     shape, dtype = federation.input_shape, federation.input_dtype
     net = Factorized(model, shape, rank, layout, bias, input_dtype=dtype)
     body = body_layers(net)

@@ -34,6 +34,7 @@ from fedjax_pfl.core.errors import UsageError, require, require_at_least
 from fedjax_pfl.core.examples import Batch
 from fedjax_pfl.networks.pretrained import require_random_start
 from fedjax_pfl.networks.user_defined import UserNetwork
+from fedjax_pfl.networks.zero_head import require_random_head
 
 
 class Client(NamedTuple):
@@ -55,13 +56,12 @@ def check_routing(
 ) -> None:
     """Raises UsageError if the method `name` cannot work with these settings or this network.
 
-    The network must be built in, read no tokens, and start from random parameters.
+    The network must be built in, read no tokens, and start from random parameters, head included.
     `sizes` are further settings by name, which must be at least 1.
     """
     require_random_start(name, model)
-    user_defined = isinstance(
-        getattr(model, "model", model), UserNetwork
-    )  # also with a head of zeros
+    require_random_head(name, model)
+    user_defined = isinstance(model, UserNetwork)
     if user_defined or federation.positions:
         kind = f"{model.name}, a network of your own" if user_defined else "tokens"
         raise UsageError(
@@ -120,16 +120,19 @@ def assemble(
 
     def init(key: jax.Array, start: State | None = None) -> State:
         server = trees.join(*initialise(key))
+        closed = jnp.zeros((federation.clients, paths))
+        pi = closed
         if start is not None and trees.same_shapes(server, start.server):
             server = start.server
+            if isinstance(start.clients, Client):
+                pi = start.clients.pi  # tells who has the frozen encoders
         elif start is not None:
             trained = initial_variables(model, federation, key, start)
             server = pretrained(server, trees.split(trained, {model.head})[1], layout[0])
-        closed = jnp.zeros((federation.clients, paths))
         momentum = [
             initial_momentum(training, part["params"], federation) for part in divide(server)
         ]
-        return State(server, (), Client(pi=closed, gates=closed, momentum=momentum))
+        return State(server, (), Client(pi=pi, gates=closed, momentum=momentum))
 
     def fit(theta: PyTree, trace: PyTree, z: jax.Array, sample: Any, ctx: ClientContext) -> Any:
         """Runs SGD at fixed gates, sampled from logits z [E] by `sample`.

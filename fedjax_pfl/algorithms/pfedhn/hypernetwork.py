@@ -31,6 +31,7 @@ from fedjax_pfl.core.algorithm import (
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import as_single_group
 from fedjax_pfl.networks.pretrained import require_random_start
+from fedjax_pfl.networks.zero_head import require_random_head
 
 
 class Server(NamedTuple):
@@ -83,6 +84,8 @@ def build_algorithm(
     networks = models if isinstance(models, tuple) else (models,)
     for model in networks:
         require_random_start(name, model)
+        if not head_is_local:
+            require_random_head(name, model)
     n = federation.clients
     fixed = jnp.asarray(class_shares(name, federation)) if settings.fixed else None
     optimizer = server_sgd(settings, jnp.asarray(federation.active))

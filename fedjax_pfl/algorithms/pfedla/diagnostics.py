@@ -8,6 +8,7 @@ from fedjax_pfl.core.diagnostics import (
     Observed,
     Picture,
     Value,
+    count_mixed,
     effective_number,
     mean,
     moving_fraction,
@@ -31,7 +32,8 @@ def _models_mixed(observed: Observed) -> Value | None:
 def _is_uniform(value: Value, observed: Observed) -> bool:
     """Returns True if every layer mixes nearly all models; `value` is from `_models_mixed`."""
     assert isinstance(value, dict)
-    return min(value.values()) > _UNIFORM * observed.now["alpha"].shape[-1]
+    mixed = count_mixed(observed.now["alpha"])
+    return mixed > 1 and min(value.values()) > _UNIFORM * mixed
 
 
 def _explain(value: Value) -> str:
