@@ -12,6 +12,7 @@ from fedjax_pfl import presets
 from fedjax_pfl.cli.errors import in_one_line
 from fedjax_pfl.core.errors import UsageError, nearest
 from fedjax_pfl.settings import configuration
+from fedjax_pfl.settings.general import settings_with
 
 
 def define_config(options: flags.FlagValues, arguments: Sequence[str], system: str) -> None:
@@ -192,12 +193,15 @@ def replace_length(settings: ConfigDict, arguments: Sequence[str]) -> None:
 
 
 def default_workdir(name: str, arguments: Sequence[str]) -> str:
-    """Returns runs/NAME-PRESET-KEY=VALUE-... for a command and its --config flags, shortened."""
-    parts = [name]
+    """Returns runs/NAME-PRESET-KEY=VALUE-... for a command and its --config flags, shortened.
+
+    Settings that may change when a run is resumed are left out, so that it finds its directory.
+    """
+    parts, resumable = [name], settings_with("resumable")
     for flag, value in flag_values(arguments):
         if flag == "config" and ":" in value:
             parts.insert(1, value.rpartition(":")[2])
-        elif flag.startswith(("config.", "noconfig.")):
+        elif flag.startswith(("config.", "noconfig.")) and flag.partition(".")[2] not in resumable:
             key = flag.replace("config.", "", 1)
             parts.append(f"{key}={value}" if value else key)
     directory = "".join(c if c.isalnum() or c in "-_.=," else "_" for c in "-".join(parts))
