@@ -76,9 +76,16 @@ def in_one_line(options: flags.FlagValues | None = None) -> Iterator[None]:
         raise UsageError(_last_line(text) if "Traceback" in text else _flag_error(text)) from None
     except Exception as error:  # a configuration file is code and can raise anything
         line, kind = _last_line(str(error)), type(error).__name__
-        if line and isinstance(error, LookupError):  # the text is only a key or an index
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        missing = isinstance(error, LookupError | AttributeError)
+        if missing and files[-1] != config_path.__file__ in files:  # it reads keys of a ConfigDict
+            key = line.strip("\"'")
+            line = (
+                f"the configuration file sets no {key}, and --config.KEY changes only what it sets"
+            )
+        elif line and isinstance(error, LookupError):  # the text is only a key or an index
             line = f"{kind}: {line}"
-            if traceback.extract_tb(error.__traceback__)[-1].filename == config_path.__file__:
+            if files[-1] == config_path.__file__:
                 line += (
                     "; --config.phases[N].KEY changes only a KEY that this phase has in the "
                     "configuration"

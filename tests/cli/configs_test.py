@@ -128,6 +128,26 @@ def test_a_setting_that_a_phase_of_a_preset_does_not_change(key, start):
     assert line.endswith("changes only a KEY that this phase has in the configuration")
 
 
+@LOADED
+@pytest.mark.parametrize(
+    ("setting", "key"), [("pfedla.rate=1.0", "pfedla"), ("learning_rate=0.2", "learning_rate")]
+)
+def test_a_setting_that_a_file_leaves_out_is_set_in_the_file(tmp_path, setting, key):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from ml_collections import ConfigDict\n\n"
+        "def get_config(preset=''):\n    return ConfigDict({'algorithm': 'pfedla'})\n"
+    )
+
+    def call():
+        with in_one_line():
+            read("pfedla", f"--config={path}", f"--config.{setting}")
+
+    assert message(call) == (
+        f"the configuration file sets no {key}, and --config.KEY changes only what it sets"
+    )
+
+
 def written(path, value):
     """Writes a configuration file that returns `value`; returns the flag that reads it."""
     path.write_text(
