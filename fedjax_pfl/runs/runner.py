@@ -133,16 +133,19 @@ def run_all(
     loggers.from_setting(settings.log_to, workdir or "")
     configs = sweep_settings.expand(settings, registry)
     reference_runs.check_settings(settings, configs.values(), workdir, registry)
-    results = run_configs(
-        configs,
-        workdir,
-        stop,
-        registry=registry,
-        tell=tell,
-        callbacks=Callbacks(on_round=on_round, on_evaluation=on_evaluation),
-    )
-    for name, result in results.items() if settings.reference or settings.reference_runs else ():
-        _add_references(result, configs[name], stop, registry)
+    with contextlib.ExitStack() as stack:  # one request stops all programs and reference runs
+        stop = stop or stack.enter_context(on_keyboard(saves=workdir is not None))
+        results = run_configs(
+            configs,
+            workdir,
+            stop,
+            registry=registry,
+            tell=tell,
+            callbacks=Callbacks(on_round=on_round, on_evaluation=on_evaluation),
+        )
+        has_references = settings.reference or settings.reference_runs
+        for name, result in results.items() if has_references else ():
+            _add_references(result, configs[name], stop, registry)
     return results
 
 

@@ -149,6 +149,24 @@ def test_ctrl_c_in_python_saves_and_resumes(tmp_path, capfd):
     assert_resumes(BASE, tmp_path, 2)
 
 
+def test_ctrl_c_in_the_last_call_of_a_run_stops_its_reference_runs(tmp_path):
+    append, config = run_directory.append_metrics, {**BASE, "reference": True}
+
+    def press_and_append(directory, line):
+        if directory == tmp_path and line["round"] == BASE["rounds"]:
+            signal.raise_signal(signal.SIGINT)
+        append(directory, line)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_directory, "append_metrics", press_and_append)
+        with pytest.raises(interrupt.Stopped):
+            fedjax_pfl.run(config, tmp_path)
+    assert (tmp_path / "report.html").exists()
+    assert not list(tmp_path.glob("reference/*/report.html"))
+    fedjax_pfl.run(config, tmp_path)
+    assert list(tmp_path.glob("reference/*/report.html"))
+
+
 def test_ctrl_c_in_python_ends_if_nothing_is_being_saved():
     with interrupt.on_keyboard(saves=True) as stop:
         with pytest.raises(KeyboardInterrupt, match="run the same call again to resume"):
