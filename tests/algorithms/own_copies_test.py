@@ -48,9 +48,9 @@ def test_a_client_that_retains_all_layers_trains_alone(kind: str):
     method = algorithms.pfedla(tiny.Net(), training, FEDERATION, k=layers, hidden=4, embedding=4)
     plain, state = served(method, 3)
     changed, _ = served(transforms.chain(method, changed_uploads(kind)), 3)
-    chex.assert_trees_all_equal(plain, changed)
+    chex.assert_trees_all_close(plain, changed, rtol=1e-4, atol=1e-5)
     # Without such a change the server's copy is the client's model.
-    chex.assert_trees_all_equal(state.rows.theta, state.clients.params)
+    chex.assert_trees_all_close(state.rows.theta, state.clients.params, rtol=1e-4, atol=1e-5)
 
 
 def test_the_factors_of_alpha_stay_on_the_client():
