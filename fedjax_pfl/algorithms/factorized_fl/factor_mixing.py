@@ -85,12 +85,12 @@ def factor_mixing(
     task = federation.task
     n = federation.clients
 
-    def is_shown(layer: str, leaf: str) -> bool:
+    def is_copied(layer: str, leaf: str) -> bool:
         """Returns True for v of the compared layer if it is not mixed: the server has a copy."""
         return (layer, leaf) == (matching.compared, "v") and not is_mixed(layer, leaf)
 
     def is_uploaded(layer: str, leaf: str) -> bool:
-        return is_mixed(layer, leaf) or is_shown(layer, leaf)
+        return is_mixed(layer, leaf) or is_copied(layer, leaf)
 
     def sent(params: PyTree) -> PyTree:
         return prune(params, penalty.least) if penalty.pruned_travel else params
@@ -114,7 +114,7 @@ def factor_mixing(
         stored = {"params": state.rows["params"]}
         mixed = offload.weighted_sum(stored, matching.weights(state.rows, ctx.i, ctx.key))
         mixed = {"params": sent(trees.divide(mixed, is_mixed)[0]["params"])}
-        return trees.join(mixed, trees.divide(trees.row(stored, ctx.i), is_shown)[0])
+        return trees.join(mixed, trees.divide(trees.row(stored, ctx.i), is_copied)[0])
 
     def train(payload: PyTree, client: SplitClient, ctx: ClientContext) -> ClientResult:
         mixed, copy = trees.divide(payload, is_mixed)
@@ -125,7 +125,7 @@ def factor_mixing(
         )
         params, model_state = local_training.split_variables(variables)
         new_mixed, personal = trees.divide({"params": params}, is_mixed)
-        own = (trees.divide(tree, is_shown)[0] for tree in (client.personal, personal))
+        own = (trees.divide(tree, is_copied)[0] for tree in (client.personal, personal))
         upload = trees.join({"params": sent(new_mixed["params"])}, trees.add_change(copy, *own))
         personal = {**personal, **model_state}
         return ClientResult(
