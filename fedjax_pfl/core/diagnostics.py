@@ -84,8 +84,8 @@ def count_mixed(weights: np.ndarray) -> int:
     clients, columns = len(weights), weights.shape[-1]
     if clients != columns:
         return columns
-    others = np.asarray(weights).reshape(clients, -1, columns).max(1) * ~np.eye(clients, dtype=bool)
-    return int(np.sum(others.max(0) > 0))
+    largest = np.asarray(weights).reshape(clients, -1, columns).max(1)
+    return int(np.sum((largest * ~np.eye(clients, dtype=bool)).max(0) > 0))
 
 
 def entropy_bits(shares: np.ndarray) -> np.ndarray:

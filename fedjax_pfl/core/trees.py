@@ -178,9 +178,9 @@ def add_change(base: PyTree, start: PyTree, end: PyTree) -> PyTree:
     return jax.tree.map(lambda b, s, e: e + (b - s), base, start, end)
 
 
-def with_dtypes(tree: PyTree, other: PyTree) -> PyTree:
-    """Returns the tree with the dtypes of another one of the same structure."""
-    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), tree, other)
+def with_dtypes(tree: PyTree, like: PyTree) -> PyTree:
+    """Returns the tree with the dtypes of the tree `like`, which has the same structure."""
+    return jax.tree.map(lambda leaf, model: leaf.astype(model.dtype), tree, like)
 
 
 def _floating_leaves(tree: PyTree) -> list[Any]:

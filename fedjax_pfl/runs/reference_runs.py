@@ -110,10 +110,8 @@ def _reference(settings: ConfigDict, method: str, registry: configuration.Regist
     config = phases[-1].copy_and_resolve_references()
     config.update(algorithm=method, rounds=sum(phase.rounds for phase in phases))
     config.update(reference=False, reference_runs="", sweep="", seeds=1)
-    kept = transforms.ATTACK.settings
-    config.update(
-        {name: row.default_value for name, row in transforms.SETTINGS.items() if name not in kept}
-    )
+    removed = transforms.SETTINGS.keys() - transforms.ATTACK.settings.keys()
+    config.update({name: transforms.SETTINGS[name].default_value for name in sorted(removed)})
     if method == "local":  # has no mean of uploads, which partial work needs
         config.late = "missing"
     return config

@@ -46,9 +46,9 @@ def test_a_client_that_retains_all_layers_trains_alone(kind: str):
     training = local_training.sgd(learning_rate=0.1, batch_size=4, epochs=1)
     layers = len(tiny.Net().layers)
     method = algorithms.pfedla(tiny.Net(), training, FEDERATION, k=layers, hidden=4, embedding=4)
-    plain, state = served(method, 3)
+    models, state = served(method, 3)
     changed, _ = served(transforms.chain(method, changed_uploads(kind)), 3)
-    chex.assert_trees_all_close(plain, changed, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(models, changed, rtol=1e-4, atol=1e-5)
     # Without such a change the server's copy is the client's model.
     chex.assert_trees_all_close(state.rows.theta, state.clients.params, rtol=1e-4, atol=1e-5)
 
@@ -62,6 +62,6 @@ def test_the_factors_of_alpha_stay_on_the_client():
     start = jax.device_get(functions.init(KEY))
     models, state = served(noised, 1)
     (layer,) = state.rows["params"]
-    own = start.clients.personal["params"][layer]["v"]
-    np.testing.assert_array_equal(models["params"][layer]["v"], own)
-    assert np.abs(state.rows["params"][layer]["v"] - own).max() > 0.1
+    v = start.clients.personal["params"][layer]["v"]
+    np.testing.assert_array_equal(models["params"][layer]["v"], v)
+    assert np.abs(state.rows["params"][layer]["v"] - v).max() > 0.1

@@ -135,9 +135,10 @@ def test_a_round_follows_equations_6_10_and_11(normalise: str, k: int):
     state = rounds.init(KEY)
     theta = jax.tree.map(lambda leaf: with_noise(leaf, rng), state.rows.theta)
     psi = jax.tree.map(lambda leaf: with_noise(leaf, rng, 0.4), state.rows.psi)
-    own = jax.tree.map(jnp.copy, theta) if k else ()  # clients retain layers of their own models
+    params = jax.tree.map(jnp.copy, theta) if k else ()  # clients retain layers of their own models
     state = state._replace(
-        rows=state.rows._replace(theta=theta, psi=psi), clients=state.clients._replace(params=own)
+        rows=state.rows._replace(theta=theta, psi=psi),
+        clients=state.clients._replace(params=params),
     )
     theta, psi = jax.tree.map(
         lambda leaf: np.array(leaf, np.float64), (state.rows.theta, state.rows.psi)

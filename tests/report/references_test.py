@@ -19,20 +19,22 @@ def read_run(folder, name, scores, **changes):
 
 def test_runs_that_score_other_clients_are_not_comparable(tmp_path):
     run = read_run(tmp_path, "run", [0.5] * 4, algorithm="fedper")
-    fewer = read_run(tmp_path, "fewer", [0.5] * 3)
-    assert references.training_differences(run, fewer) == ["the clients that are scored"]
-    without_rows = fewer._replace(clients=[])
+    three_clients = read_run(tmp_path, "three clients", [0.5] * 3)
+    assert references.training_differences(run, three_clients) == ["the clients that are scored"]
+    without_rows = three_clients._replace(clients=[])
     assert references.training_differences(run, without_rows) == []
     sampled = read_run(tmp_path, "sampled", [0.5] * 3, evaluate_clients=3)
     assert references.training_differences(run, sampled) == ["evaluate_clients"]
-    assert references.comparable(run, {"FedAvg": sampled, "Local": fewer}) == {}
-    assert "also differ in the clients that are scored" in references.settings_note(run, fewer)
+    assert references.comparable(run, {"FedAvg": sampled, "Local": three_clients}) == {}
+    assert "also differ in the clients that are scored" in references.settings_note(
+        run, three_clients
+    )
 
 
 def test_runs_with_and_without_attackers_are_not_comparable(tmp_path):
     run = read_run(tmp_path, "run", [0.5] * 4, attack="sign_flip", attack_share=0.3)
-    plain = read_run(tmp_path, "plain", [0.5] * 4)
-    assert references.training_differences(run, plain) == ["attack", "attack_share"]
+    honest = read_run(tmp_path, "honest", [0.5] * 4)
+    assert references.training_differences(run, honest) == ["attack", "attack_share"]
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def factor_mixing(
         return trees.join(mixed, trees.divide(trees.row(stored, ctx.i), is_copied)[0])
 
     def train(payload: PyTree, client: SplitClient, ctx: ClientContext) -> ClientResult:
-        mixed, copy = trees.divide(payload, is_mixed)
+        mixed, stored_v = trees.divide(payload, is_mixed)
         variables = trees.join(mixed, client.personal)
         gradient = with_l1(local_training.gradient(net, task, ctx.data), penalty.gradient)
         variables, momentum, metrics = fit_variables(
@@ -125,8 +125,9 @@ def factor_mixing(
         )
         params, model_state = local_training.split_variables(variables)
         new_mixed, personal = trees.divide({"params": params}, is_mixed)
-        own = (trees.divide(tree, is_copied)[0] for tree in (client.personal, personal))
-        upload = trees.join({"params": sent(new_mixed["params"])}, trees.add_change(copy, *own))
+        old_v, new_v = (trees.divide(tree, is_copied)[0] for tree in (client.personal, personal))
+        new_mixed = {"params": sent(new_mixed["params"])}
+        upload = trees.join(new_mixed, trees.add_change(stored_v, old_v, new_v))
         personal = {**personal, **model_state}
         return ClientResult(
             upload=upload,

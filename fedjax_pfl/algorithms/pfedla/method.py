@@ -215,8 +215,8 @@ def pfedla(
     def continuing_init(key: jax.Array, start: State | None = None) -> State:
         """Returns `continuing(init)`; an earlier phase may have another k."""
         if start is not None and isinstance(start.clients, ClientState):
-            own = start.clients.params or jax.tree.map(jnp.copy, start.rows.theta)
-            start = start._replace(clients=start.clients._replace(params=own if k else ()))
+            params = start.clients.params or jax.tree.map(jnp.copy, start.rows.theta)
+            start = start._replace(clients=start.clients._replace(params=params if k else ()))
         return continuing(init)(key, start)
 
     return Algorithm(
