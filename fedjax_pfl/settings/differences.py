@@ -1,6 +1,6 @@
 """Differences between the configuration of a run directory and the one to resume it with."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from fedjax_pfl.settings.configuration import default
@@ -15,15 +15,28 @@ def differences(
     Settings that may change when a run is resumed are ignored. A setting that `old` lacks, because
     the library did not have it yet, has its default in `defaults` (None: the library's).
     """
-    lines: list[str] = []
     defaults = default().to_dict() if defaults is None else defaults
-    for key in sorted({*old, *new} - {*settings_with("resumable")}):
+    return _differences(old, new, defaults, ignored=settings_with("resumable"))
+
+
+def _differences(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    ignored: Collection[str] = (),
+) -> list[str]:
+    """Returns the lines of `differences`, without those of the settings in `ignored`.
+
+    The settings of a group, such as fedfomo.reference, count whatever their names.
+    """
+    lines: list[str] = []
+    for key in sorted({*old, *new} - {*ignored}):
         usual = defaults.get(key)
         usual = list(usual) if isinstance(usual, tuple) else usual
         old_value, new_value = old.get(key, usual), new.get(key)
         if isinstance(old_value, Mapping) and isinstance(new_value, Mapping):
             inner = usual if isinstance(usual, Mapping) else {}
-            lines += [f"{key}.{line}" for line in differences(old_value, new_value, inner)]
+            lines += [f"{key}.{line}" for line in _differences(old_value, new_value, inner)]
         elif old_value != new_value:
             parts = _changed_rounds(old_value or (), new_value or ()) if key == "phases" else []
             lines += parts or [f"{key} ({old_value!r} there, {new_value!r} here)"]

@@ -233,6 +233,16 @@ def test_differences_name_settings_that_affect_results():
     assert line.startswith("mlp.hidden (")
 
 
+def test_differences_in_a_group_count_also_under_the_name_of_a_resumable_setting():
+    """reference=true adds runs for comparison; fedfomo.reference is a part of the method."""
+    start, last = (
+        configuration.resolve(checked({"algorithm": "fedfomo", "fedfomo": {"reference": value}}))
+        for value in ("start", "last")
+    )
+    assert differences(start, last) == ["fedfomo.reference ('start' there, 'last' here)"]
+    assert differences(start, {**start, "reference": True}) == []
+
+
 def test_building_compiles_nothing(caplog):
     jax.clear_caches()  # or programs of other tests would be reused
     with jax.log_compiles(), caplog.at_level("WARNING"):
