@@ -78,6 +78,16 @@ def test_pick_classes_is_uniform_without_scarce_classes():
     np.testing.assert_allclose(np.bincount(classes.ravel()) / 4000, 0.4, atol=0.03)
 
 
+def test_every_client_may_pick_a_scarce_class():
+    """One of four clients picks class 0; the others have to pick class 1."""
+    capacity = np.array([1, 3])
+    picks = [
+        apportion.pick_classes(capacity, 4, 1, np.random.default_rng(seed))[:, 0]
+        for seed in range(400)
+    ]
+    np.testing.assert_allclose(np.equal(picks, 0).mean(0), 0.25, atol=0.09)
+
+
 def test_pick_least_used_is_balanced():
     for clients, picks in ((10, 2), (7, 3)):
         classes = apportion.pick_least_used(10, clients, picks, np.random.default_rng(0))
