@@ -253,6 +253,13 @@ def test_pachinko_uses_every_example_once():
     assert 0.12 < concentration < 0.21
 
 
+def test_pachinko_keeps_the_weight_of_a_superclass_with_an_empty_class():
+    """Both superclasses are equally likely; only one of the two classes of the first is left."""
+    pool = Pool(np.array([0, 1000, 1000]), 1, np.array([0, 0, 1]))
+    counts = partitions.pachinko(pool, rng(), alpha=1e6, beta=1e6, examples=1000)
+    np.testing.assert_allclose(counts, [[0, 500, 500]], atol=70)
+
+
 def test_coarse_gives_whole_superclasses():
     counts = partitions.coarse(CIFAR100, rng())
     np.testing.assert_array_equal(counts.sum(0), 600)
