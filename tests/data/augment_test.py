@@ -56,6 +56,14 @@ def test_frequency_of_colour_changes():
     assert gray_image.shape == (1, 2, 1)
 
 
+def test_contrast_does_not_change_a_uniform_image():
+    """Brightness multiplies it by 0.6 to 1.4; contrast is relative to the resulting mean."""
+    image = jnp.full((2, 2, 1), 0.5)
+    augmented = np.asarray(jax.jit(jax.vmap(lambda key: _colour(image, key)))(KEYS))
+    assert 0.3 - 1e-6 <= augmented.min() < 0.32
+    assert 0.68 < augmented.max() <= 0.7 + 1e-6
+
+
 def test_hue_rotation_keeps_luma_and_a_full_turn_is_the_identity():
     image = jax.random.uniform(KEYS[0], (5, 5, 3))
     np.testing.assert_allclose(_rotate_hue(image, jnp.float32(1.0)), image, atol=1e-5)
