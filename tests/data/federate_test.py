@@ -97,6 +97,10 @@ def test_clients_with_few_examples_are_trained_before_they_are_tested():
         np.testing.assert_array_equal(data.train.size, 1)
         np.testing.assert_array_equal(data.test.size, 1)
         assert data.validation.rows.shape == (4, 1)
+    fractions = {"test_fraction": 0.4, "validation_fraction": 0.4}
+    data, _ = federate(numbered(8), "iid", clients=4, **fractions)
+    for split, size in ((data.train, 1), (data.validation, 0), (data.test, 1)):
+        np.testing.assert_array_equal(split.size, size)
     # One of five clients with six examples has a test example.
     data, federation = federate(numbered(6, classes=1), "iid", clients=5)
     np.testing.assert_array_equal(federation.counts, 1)
@@ -213,6 +217,16 @@ def test_natural_clients_have_the_classes_of_their_owners():
     mapped, _ = federate(owned(), "natural", **two, permute_labels=True, seed=1)
     assert set(mapped.label_map[0, :2]) == {0, 1}
     np.testing.assert_array_equal(mapped.label_map[0, 2:], [2, 3])
+
+
+def test_labels_are_permuted_within_the_classes_of_an_owner():
+    mask = np.array([[False, True, False, True], [True, False, True, False]])
+    y = np.concatenate([np.tile([1, 3], 6), np.tile([0, 2], 6)])
+    dataset = arrays(np.ones((24, 1)), y, owners=np.repeat([0, 1], 12), owner_classes=mask)
+    data, _ = federate(dataset, "natural", clients=2, permute_labels=True)
+    for row, classes in zip(data.label_map, mask, strict=True):
+        np.testing.assert_array_equal(np.sort(row[classes]), np.flatnonzero(classes))
+        np.testing.assert_array_equal(row[~classes], np.flatnonzero(~classes))
 
 
 def test_natural_official_keeps_test_sets_of_owners():
