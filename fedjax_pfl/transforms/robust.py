@@ -9,8 +9,8 @@ and f = round(m · `robust_share`), at most (m − 1) // 2, the number of attack
   krum              the upload with the smallest sum of squared distances to the m − f − 2 nearest
                     (Blanchard et al., 2017)
   multi_krum        the mean of the m − f uploads with the smallest such sums
-  geometric_median  T smoothed Weiszfeld steps from w: v ← Σ x_i/d_i / Σ 1/d_i with
-                    d_i = max(‖x_i − v‖, 1e-6) (Pillutla et al., 2022)
+  geometric_median  T smoothed Weiszfeld steps from the coordinate median:
+                    v ← Σ x_i/d_i / Σ 1/d_i with d_i = max(‖x_i − v‖, 1e-6) (Pillutla et al., 2022)
   norm_clipping     w + mean of (x_i − w) min(1, τ / ‖x_i − w‖) (Sun et al., 2019)
   centred_clipping  T steps from w: v ← v + mean of (x_i − v) min(1, τ / ‖x_i − v‖)
                     (Karimireddy et al., 2021)
@@ -23,10 +23,11 @@ the median of the m norms, in every step.
 Every upload counts once, because an attacker can state a wrong number of examples. Absent clients
 do not count in m. Statistics of BatchNorm belong to the vectors.
 
-Deviations: the geometric median starts from w; the authors' code starts from the weighted mean.
-Norms without τ are relative. Centred clipping starts from w instead of the previous
-round's aggregate, and clips changes of models instead of momenta. Where m − f − 2 < 1, Krum uses
-one neighbour. Krum and multi-Krum take the first of equal sums.
+Deviations: the geometric median starts from the coordinate median. The authors' code starts from
+the weighted mean, which one attacker can move anywhere. Norms without τ are relative. Centred
+clipping starts from w instead of the previous round's aggregate, and clips changes of models
+instead of momenta. Where m − f − 2 < 1, Krum uses one neighbour. Krum and multi-Krum take the first
+of equal sums.
 """
 
 from collections.abc import Callable
@@ -164,7 +165,8 @@ def _geometric_median(uploads: Uploads) -> Aggregate:
         weights = jnp.where(uploads.arrived, 1 / jnp.maximum(distances, _SMOOTHING), 0.0)
         return Aggregate(uploads.mean(uploads.x, weights), weights / jnp.max(weights))
 
-    first = Aggregate(uploads.start, jnp.zeros(len(uploads.x)))
+    # Steps from an upload stay there, so a client that uploads w would hold them at w.
+    first = Aggregate(_median(uploads).value, jnp.zeros(len(uploads.x)))
     return jax.lax.fori_loop(0, uploads.steps, step, first)
 
 

@@ -43,11 +43,12 @@ def best(x: Any, f: int, count: int) -> Any:
     return np.mean(x[np.argsort(krum_sums(x, f))[:count]], 0)
 
 
-def weiszfeld(x: Any, start: Any) -> Any:
+def weiszfeld(x: Any) -> Any:
+    value = np.median(x, 0)
     for _ in range(STEPS):
-        weights = [1 / max(np.linalg.norm(row - start), 1e-6) for row in x]
-        start = sum(w * row for w, row in zip(weights, x, strict=True)) / sum(weights)
-    return start
+        weights = [1 / max(np.linalg.norm(row - value), 1e-6) for row in x]
+        value = sum(w * row for w, row in zip(weights, x, strict=True)) / sum(weights)
+    return value
 
 
 def clipped(x: Any, start: Any, norm: float | None, steps: int) -> Any:
@@ -71,7 +72,7 @@ def oracle(rule: str, x: Any, start: Any, f: int, norm: float | None) -> Any:
         "trimmed_mean": lambda: mean_without_extremes(x, f),
         "krum": lambda: best(x, f, 1),
         "multi_krum": lambda: best(x, f, len(x) - f),
-        "geometric_median": lambda: weiszfeld(x, start),
+        "geometric_median": lambda: weiszfeld(x),
         "norm_clipping": lambda: clipped(x, start, norm, 1),
         "centred_clipping": lambda: clipped(x, start, norm, STEPS),
     }[rule]()
@@ -133,6 +134,20 @@ def test_huge_uploads_of_tolerated_attackers_have_little_effect(rule: str, huge:
         if not mixing:
             assert trust[0] <= 0.5 * np.max(trust)
     assert np.isfinite(value).all()
+
+
+def test_a_client_that_uploads_its_download_does_not_stop_the_geometric_median():
+    x = np.random.default_rng(5).normal(1, 0.3, (SLOTS, SIZE)).astype(np.float32)
+    start = np.zeros(SIZE, np.float32)
+    x[0] = start
+    everyone = jnp.ones(SLOTS, bool)
+    value, trust = run_rule("geometric_median", None, False, x, everyone, start, jnp.int32(2))
+
+    def sum_of_distances(point: Any) -> Any:
+        return np.sum(np.linalg.norm(x - np.asarray(point), axis=1))
+
+    assert sum_of_distances(value) < min(map(sum_of_distances, (x.mean(0), start)))
+    assert trust[0] < 0.5 * np.max(trust)
 
 
 def test_settings_select_the_transform():
