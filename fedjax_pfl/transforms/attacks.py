@@ -214,9 +214,12 @@ def _largest_factor(
         return jnp.max(jnp.where(honest, jnp.sum(jnp.square(x - row[None]), 1), 0.0))
 
     largest = jnp.max(jnp.where(honest, jax.lax.map(farthest, x), 0.0))
+    # γ does not depend on the unit of length. In this one, no fourth power over- or underflows.
+    unit = jnp.where(largest > 0, jnp.sqrt(largest), 1.0)
+    differences, deviation = differences / unit, deviation / unit
     a = jnp.sum(jnp.square(deviation))
     b = -jnp.sum(differences * deviation[None], 1)
-    c = jnp.sum(jnp.square(differences), 1) - largest
+    c = jnp.sum(jnp.square(differences), 1) - (largest > 0).astype(jnp.float32)
     roots = (jnp.sqrt(jnp.maximum(jnp.square(b) - a * c, 0.0)) - b) / jnp.maximum(a, 1e-30)
     return jnp.maximum(jnp.min(jnp.where(honest, roots, jnp.inf)), 0.0)
 

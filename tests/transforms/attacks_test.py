@@ -90,6 +90,16 @@ def test_joint_attacks_equal_their_formulas():
     assert factors[0] > 0
 
 
+@pytest.mark.parametrize("unit", [1e-12, 1e12])
+def test_min_max_does_not_depend_on_the_unit(unit: float):
+    """In float32, the fourth powers of such numbers are 0 or infinite."""
+    x = np.random.default_rng(1).normal(size=(5, 4)).astype(np.float32)
+    honest = np.arange(5) < 4
+    expected = joint_attack("min_max", None, jnp.asarray(x), honest, ~honest)
+    value = joint_attack("min_max", None, jnp.asarray(unit * x), honest, ~honest)
+    np.testing.assert_allclose(value / unit, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_joint_attacks_replace_the_uploads_of_attackers_that_arrived():
     received = []
 
