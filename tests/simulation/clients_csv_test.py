@@ -20,6 +20,20 @@ def test_client_scores():
     assert (rows[0]["before_a"], rows[0]["after_a"], rows[0]["after_loss"]) == (0.75, None, None)
 
 
+def test_columns_of_the_evaluated_clients():
+    """Client 1 is not evaluated."""
+    evaluated, before = np.array([0, 2]), scores([3, 1, 2], [6, 1, 2], [4, 2, 4])
+    ages = {"age": np.array([5.0, 6.0, 7.0])}
+    evaluation = Evaluation(before, before, None)
+    scored = clients_csv.client_scores(evaluation, TASK, evaluated, ages)
+    assert [(row["before_a"], row["age"]) for row in scored] == [(0.75, 5), (0.5, 7)]
+    federation = Federation(np.array([7, 8, 9]), (5,), 3, np.ones(3, bool), np.zeros(3, int))
+    rows = clients_csv.client_rows(federation, scored, ledger.empty(3), evaluated)
+    assert [row["client"] for row in rows] == [0, 1, 2]
+    assert [row["age"] for row in rows] == [5, None, 7]
+    assert [row["test_examples"] for row in rows] == [4, None, 4]
+
+
 def test_best_scores_are_replaced_by_better_ones_only():
     def rows(before, after):
         return [{"before_a": before, "before_loss": 1.0, "after_a": after}]
