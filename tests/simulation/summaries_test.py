@@ -213,6 +213,30 @@ def test_training_metrics_do_not_depend_on_how_calls_divide_the_rounds():
     assert pending == expected
 
 
+def test_training_metrics_of_an_evaluation_are_those_since_the_last_one():
+    recorder, score = Recorder(), scores([1], [1.0], [1])
+    recorder.run.at = recorder.run.at._replace(pending=({"loss": 6.0}, 4))
+    assert recorder.evaluate(1, score)["train_loss"] == 1.5
+    recorder.run.at = recorder.run.at._replace(
+        pending=summaries.gather(recorder.run.at.pending, LOGS[1:], 1, np.zeros(11, bool))
+    )
+    assert recorder.evaluate(2, score)["train_loss"] == 2.0
+
+
+def test_confusion_matrices_of_active_clients_with_a_finite_loss_are_added():
+    """Client 1 is held out, and the loss of client 2 is not finite after local training."""
+    matrices, active = np.arange(16).reshape(4, 2, 2), np.array([True, False, True, True])
+    before = scores([1] * 4, [1.0] * 4, [2] * 4)._replace(confusion=matrices)
+    after = before._replace(loss=np.array([1, 1, np.nan, 1]), confusion=10 * matrices)
+    assert summaries.confusion(Evaluation(before, before, after), active) == {
+        "classes": 2,
+        "before": [[20, 23], [26, 29]],
+        "after": [[120, 140], [160, 180]],
+    }
+    uncounted = before._replace(confusion=None)
+    assert summaries.confusion(Evaluation(uncounted, uncounted, None), active) == {}
+
+
 def test_rejected_uploads_are_reported_by_round():
     (line,) = summaries.rejections(LOGS, 10, 2)
     assert line.startswith("round 12: the update of client 0 was rejected")
