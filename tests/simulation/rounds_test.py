@@ -167,6 +167,20 @@ def test_chunks_within_devices():
     chex.assert_trees_all_close(*results, rtol=1e-4, atol=1e-5)
 
 
+def test_an_update_that_is_never_returned_is_not_rejected():
+    """No update is finite, and half of them drop out."""
+
+    def train(payload, client, ctx):
+        return ClientResult(jnp.float32(jnp.nan), (), client, {"loss": jnp.ones(())})
+
+    algorithm, settings = counting(4)._replace(train=train), {"max_rounds": 9, "dropout": 0.5}
+    rounds = make_rounds(algorithm, federation_of(4), cohort=4, **settings)
+    state, (log,) = rounds.run(KEY, rounds.init(KEY), no_data(4), scalar(0), scalar(9))
+    assert 0 < log.dropped.sum() < 36
+    np.testing.assert_array_equal(log.rejected, ~log.dropped)
+    assert state.server == 0
+
+
 @pytest.mark.parametrize("cohort", [0, 8])
 def test_a_cohort_must_fit(cohort: int):
     with pytest.raises(UsageError, match=f"clients_per_round is {cohort}, and there are 7 active"):
