@@ -112,6 +112,8 @@ def test_a_schedule_over_rounds_or_steps():
     np.testing.assert_allclose([training.rate(t) for t in (0, 1, 4)], [0.1, 0.08, 0.02], rtol=1e-6)
     assert training.step_schedule is None
     assert reason == "learning_rate_schedule is over all rounds"
+    training, _ = build_with(phases=({"rounds": 2}, {}))  # the last phase begins in round 2
+    np.testing.assert_allclose([training.rate(t) for t in (2, 3, 6)], [0.1, 0.08, 0.02], rtol=1e-6)
     training, reason = build_with(schedule_over="steps")
     np.testing.assert_allclose([training.rate(t) for t in (0, 3)], [0.1, 0.1], rtol=1e-6)
     np.testing.assert_allclose(training.step_schedule(5, 10), 0.6, rtol=1e-6)
