@@ -14,6 +14,8 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import client_data
 from fedjax_pfl.data.federate import portions
 from fedjax_pfl.runs import build, runner
+from fedjax_pfl.runs.phase_inputs import next_boundary
+from fedjax_pfl.settings import configuration
 from tests.runs.common import (
     BASE,
     FILES,
@@ -194,6 +196,19 @@ def test_two_groups_with_compressed_uploads(tmp_path):
 
 def built(changes):
     return build.build(runner.configuration.complete({**BASE, **changes}))
+
+
+def test_rounds_after_which_a_phase_is_evaluated_or_saved():
+    """It begins in round 5; evaluations are every four rounds and checkpoints every three."""
+    settings = {"rounds": 10, "eval_every": 4, "checkpoint_every": 3}
+    for changes, expected in (
+        ({}, [8, 9, 11, 13, 14, 15]),
+        ({"checkpoint_every": None}, [9, 13, 15]),
+    ):
+        config, ends = configuration.complete({**settings, **changes}), [5]
+        while ends[-1] < 15:
+            ends.append(next_boundary(config, 5, ends[-1]))
+        assert ends[1:] == expected
 
 
 def test_peers_belong_to_one_group():
