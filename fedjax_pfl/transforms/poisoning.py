@@ -129,7 +129,8 @@ def _check_examples(data: FederatedData, federation: Federation, kind: str, targ
         )
     if not np.issubdtype(np.asarray(data.y).dtype, np.integer) or np.ndim(data.y) > 1:
         raise UsageError(f"attack={kind} needs examples with one class each; choose another attack")
-    if data.classes is not None:
+    # With domains, an output stands for another class of each domain.
+    if data.classes is not None or _classes(data, federation) != federation.outputs:
         raise UsageError(
             f"attack={kind} needs clients with the same classes; choose another attack"
         )

@@ -218,6 +218,12 @@ def test_unsuitable_examples_are_refused():
         poison(data._replace(y=np.float32(data.y)), federation, mask, "label_flip")
     with pytest.raises(UsageError, match="attack=label_flip needs clients with the same classes"):
         poison(data._replace(classes=np.ones((3, 3), bool)), federation, mask, "label_flip")
+    domains = data._replace(label_map=np.tile([0, 1, 2, 0, 1, 2], (3, 1)))
+    for kind in ("label_flip", "backdoor"):
+        with pytest.raises(UsageError, match=f"attack={kind} needs clients with the same classes"):
+            poison(domains, federation, mask, kind)
+    permuted = data._replace(label_map=np.array([[0, 1, 2], [2, 0, 1], [1, 2, 0]]))
+    assert (poison(permuted, federation, mask, "label_flip").y != data.y).any()
     with pytest.raises(UsageError, match="attack=backdoor needs images"):
         poison(DATA, FEDERATION, IS_ATTACKER, "backdoor")
     with pytest.raises(UsageError, match="kind is 'label_flip'; choose sign_flip, scaled_update"):
