@@ -88,10 +88,24 @@ def test_parts_of_the_published_settings():
         )
     assert settings("factorized_fl/table1", "beta/domains-food").algorithm == "factorized_fl"
     assert settings("pfedhn/table4", "pfedhn/cifar10-n10").pfedhn.spectral_norm
-    fedrep = settings("pfedla/table1", "fedrep/cifar10-n10")
-    assert fedrep.local_epochs + fedrep.fedrep.head_epochs == 10
     first, second = settings("fedmn/table2", "fedmn/cifar10", rounds=60).phases
     assert (first["rounds"], second["rounds"]) == (29, 31)
+
+
+@pytest.mark.parametrize(
+    ("column", "dataset", "epochs"),
+    [
+        ("cifar10-n10", "cifar10", (5, 5)),
+        ("cifar10-n100", "cifar10", (10, 10)),
+        ("cifar10-n10", "digits", (2, 3)),
+    ],
+)
+def test_fedrep_has_as_many_epochs_as_other_methods(column, dataset, epochs):
+    """Head and body have half each of the paper's 10, or 20 with 100 clients, or 5 on digits."""
+    table = TABLES["pfedla/table1"]
+    fedavg, fedrep = (table.settings(row, column, dataset, None) for row in ("fedavg", "fedrep"))
+    assert (fedrep.local_epochs, fedrep.fedrep.head_epochs) == epochs
+    assert fedavg.local_epochs == sum(epochs)
 
 
 def test_measures_on_worked_numbers():

@@ -13,8 +13,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "heurpfedla": {"algorithm": "pfedla", "pfedla": {"k": 1}},
     # FedFomo weighs its peers on validation examples, a fifth of what others train on.
     "fedfomo": {"validation_fraction": 0.14},
-    # The others' ten epochs, half for the head and half for the body.
-    "fedrep": {"local_epochs": 5, "fedrep": {"head_epochs": 5}},
     # pFedMe's own R and K: 100 gradients, where others take 50 on CIFAR-10 and 30 on EMNIST.
     "pfedme": {"local_epochs": None, "local_steps": 20, "pfedme": {"inner_steps": 5}},
 }
@@ -26,6 +24,9 @@ def row(method: str, partition: str, dataset: str, clients: int) -> ConfigDict:
     config = presets.get_config(f"{dataset}-n{clients}")
     config.partition = partition
     config.update({"algorithm": method, **CHANGES.get(method, {})})
+    if method == "fedrep":  # the others' epochs, half for the body and half for the head
+        body = config.local_epochs // 2
+        config.update(local_epochs=body, fedrep={"head_epochs": config.local_epochs - body})
     return config
 
 
