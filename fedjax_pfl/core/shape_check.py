@@ -36,7 +36,7 @@ _RESULTS = {
     "observe": "a dict of arrays by name",
 }
 _ARGUMENTS = {
-    "init": ("key",),
+    "init": ("key", "start"),
     "send": ("state", "ctx"),
     "train": ("payload", "client", "ctx"),
     "receive": ("state", "cohort"),
@@ -89,13 +89,16 @@ def check_shapes(
         _check_outputs(name, group_algorithm, result.variables, federation)
         traffic = jax.eval_shape(partial(_traffic, group_algorithm), payload, result.upload)
         _check_type(name, "traffic", traffic, Traffic)
+        for direction, layers in traffic._asdict().items():
+            _check_arrays(name, "traffic", f"the layers of {direction}", layers, is_scalar=True)
         cohorts.append(_cohort(payload, result.upload))
     received = _trace(name, "receive", grouped.receive, server_state, tuple(cohorts))
     if not isinstance(received, tuple) or len(received) != 2:
         _raise_wrong_result(name, "receive", received)
     _check_unchanged(name, "receive", "server", received[0], state.server)
     _check_unchanged(name, "receive", "rows", received[1], state.rows)
-    _check_type(name, "observe", _trace(name, "observe", grouped.observe, state), dict)
+    observed = _trace(name, "observe", grouped.observe, state)
+    _check_type(name, "observe", observed, dict)
 
     if algorithm.offload and not has_groups(algorithm):
         check_names(name, algorithm.offload, state.rows)
@@ -106,6 +109,7 @@ def check_shapes(
         check_writes(name, algorithm.receive, server_state, cohorts[0])
         full_state = State(server=state.server, rows=rows, clients=state.clients[0])
         check_reads(name, "observe", algorithm.observe, full_state)
+    _check_arrays(name, "observe", "the arrays", observed)
 
 
 def _traffic(algorithm: Algorithm, payload: PyTree, upload: PyTree) -> Any:
@@ -132,14 +136,13 @@ def _check_arguments(name: str, function: str, f: Any, arguments: tuple[str, ...
 
     `name` and `function` are the method and the field of `Algorithm`, for the message.
     """
-    optional = ", start=None" if function == "init" else ""
     try:
         inspect.signature(f).bind(*arguments)
     except TypeError:
         parameters = ", ".join(inspect.signature(f).parameters)
+        required = ", ".join(arguments) + "=None" * (function == "init")
         raise UsageError(
-            f"{name}: {function} takes ({parameters}); it must take "
-            f"({', '.join(arguments)}{optional})"
+            f"{name}: {function} takes ({parameters}); it must take ({required})"
         ) from None
     except ValueError:  # f has no signature
         return
@@ -227,15 +230,32 @@ def _check_metrics(name: str, metrics: Any) -> None:
     `name` is that of the method, for the message.
     """
     if not isinstance(metrics, dict) or "loss" not in metrics:
-        keys = f"{{{', '.join(metrics)}}}" if isinstance(metrics, dict) else _describe(metrics)
+        keys = f"{{{', '.join(map(str, metrics))}}}" if isinstance(metrics, dict) else ""
         raise UsageError(
-            f"{name}: train returns the metrics {keys}; they must be a dict of scalars with loss"
+            f"{name}: train returns the metrics {keys or _describe(metrics)}; they must be a dict "
+            "of scalars with loss"
         )
-    for key, value in metrics.items():
-        if value.shape:
+    _check_arrays(name, "train", "the metrics", metrics, is_scalar=True)
+
+
+def _check_arrays(
+    name: str, function: str, part: str, result: Any, *, is_scalar: bool = False
+) -> None:
+    """Raises UsageError unless a result is a dict of arrays, or of scalars, whose keys are text.
+
+    `name` and `function` are the method and the field of `Algorithm`; `part` describes the result.
+    """
+    if not isinstance(result, dict) or not all(isinstance(key, str) for key in result):
+        raise UsageError(
+            f"{name}: {function} returns {_describe(result)} for {part}; it must be a dict whose "
+            "keys are text"
+        )
+    required = "a scalar" if is_scalar else "an array"
+    for key, value in result.items():
+        if not hasattr(value, "shape") or (is_scalar and value.shape):
             raise UsageError(
-                f"{name}: train returns {_array_type(value)} for the metric {key}; it must be a "
-                "scalar"
+                f"{name}: {function} returns {_describe(value)} for {key} of {part}; it must be "
+                f"{required}"
             )
 
 

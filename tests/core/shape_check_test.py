@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from fedjax_pfl import algorithms
-from fedjax_pfl.core.algorithm import ClientResult, State
+from fedjax_pfl.core.algorithm import ClientResult, State, Traffic
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.core.shape_check import check_shapes
@@ -71,7 +71,15 @@ def test_offloaded_rows_are_read_only_by_offload_functions():
         ),
         (
             {"train": train(metrics={"loss": jnp.zeros(3)})},
-            "float32[3] for the metric loss; it must be a scalar",
+            "float32[3] for loss of the metrics; it must be a scalar",
+        ),
+        (
+            {"train": train(metrics={"loss": jnp.zeros(()), "parts": {"a": jnp.zeros(())}})},
+            "mine: train returns a dict for parts of the metrics; it must be a scalar",
+        ),
+        (
+            {"train": train(metrics={1: jnp.zeros(())})},
+            "mine: train returns the metrics {1}; they must be a dict of scalars with loss",
         ),
         (
             {"receive": lambda state, cohort: BASE.receive(state, cohort)[0]},
@@ -94,6 +102,10 @@ def test_offloaded_rows_are_read_only_by_offload_functions():
             "mine: init returns float32[5] for rows; its first axis must be the 6 clients",
         ),
         (
+            {"init": lambda key: BASE.init(key)},
+            "mine: init takes (key); it must take (key, start=None)",
+        ),
+        (
             {"send": lambda server, rows, i, t, key: server},
             "mine: send takes (server, rows, i, t, key); it must take (state, ctx)",
         ),
@@ -106,8 +118,24 @@ def test_offloaded_rows_are_read_only_by_offload_functions():
             "mine: traffic returns a dict; it must return Traffic(down, up)",
         ),
         (
+            {"traffic": lambda payload, upload: Traffic(down=4, up={})},
+            "mine: traffic returns an array int32[] for the layers of down; it must be a dict",
+        ),
+        (
+            {"traffic": lambda payload, upload: Traffic(down={}, up={"w": jnp.zeros(2)})},
+            "mine: traffic returns an array float32[2] for w of the layers of up",
+        ),
+        (
             {"observe": lambda state: jnp.zeros(3)},
             "mine: observe returns an array float32[3]; it must return a dict of arrays by name",
+        ),
+        (
+            {"observe": lambda state: {"models": [jnp.zeros(3)]}},
+            "mine: observe returns a list for models of the arrays; it must be an array",
+        ),
+        (
+            {"observe": lambda state: {1: jnp.zeros(3)}},
+            "mine: observe returns a dict for the arrays; it must be a dict whose keys are text",
         ),
     ],
 )
