@@ -65,3 +65,30 @@ def test_the_factors_of_alpha_stay_on_the_client():
     v = start.clients.personal["params"][layer]["v"]
     np.testing.assert_array_equal(models["params"][layer]["v"], v)
     assert np.abs(state.rows["params"][layer]["v"] - v).max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["pfedla", "factorized_fl"])
+def test_an_upload_has_the_change_of_training_from_the_clients_own_parameters(name: str):
+    """The server's copy differs from them by 1, as after noise."""
+    training = local_training.sgd(learning_rate=0.1, batch_size=4, epochs=1)
+    settings = {"pfedla": {"k": 3, "hidden": 4, "embedding": 4}, "factorized_fl": {"share": "u"}}
+    method = getattr(algorithms, name)(tiny.Net(), training, FEDERATION, **settings[name])
+    state, i = jax.jit(method.init)(KEY), jnp.int32(3)
+    client = trees.row(state.clients, i)
+    state = state._replace(rows=jax.tree.map(lambda leaf: leaf + 1, state.rows))
+    payload = method.send(state, ClientContext(i, None, jnp.int32(0), KEY))
+    ctx = ClientContext(i, client_data(DATA, i), jnp.int32(0), KEY)
+    result = jax.jit(method.train)(payload, client, ctx)
+    if name == "pfedla":
+        before, after = client.params, result.client.params
+        copy, upload = payload["params"], result.upload["params"]
+    else:
+        before, after, copy, upload = (
+            tree["params"]["fc1"]["v"]
+            for tree in (client.personal, result.client.personal, payload, result.upload)
+        )
+    change, expected = (
+        jax.tree.map(jnp.subtract, *pair) for pair in ((upload, copy), (after, before))
+    )
+    chex.assert_trees_all_close(change, expected, rtol=1e-4, atol=1e-5)
+    assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(expected))
