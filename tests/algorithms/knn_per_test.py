@@ -100,6 +100,19 @@ def test_a_client_selects_its_weight_on_validation_examples(labels):
     np.testing.assert_allclose(served["weight"], [weights[np.argmin(losses)]], rtol=1e-6)
 
 
+def test_padding_does_not_select_a_weight():
+    """The only validation example of the second client has a class that no neighbour has."""
+    validation = ([QUERIES, QUERIES[:1]], [[0] * 4, [1]])
+    data, federation = linear.federated([X, X], [Y, Y], validation=validation)
+    data = data._replace(y=data.y[:, 0].astype(jnp.int32))
+    federation = federation._replace(outputs=3, task=linear.CLASSES)
+    network, training = linear.Deep(3, 2), local_training.sgd(steps=1)
+    algorithm = algorithms.knn_per(network, training, federation, select_weight=True, scale=SCALE)
+    ctx = linear.context(data, 1)
+    served = algorithm.personalize(State(deep(A, HEAD), (), ()), (), ctx)
+    np.testing.assert_array_equal(served["weight"], [0])
+
+
 def test_batches_of_stored_examples_and_other_clients_padding():
     """The second client's rows are padded to 300, more than one batch of features."""
     rng = np.random.default_rng(0)
