@@ -109,6 +109,23 @@ def test_temperature_and_noise():
     assert (np.abs(logit(changed.gates) - scaled) > 1e-3).all()
 
 
+def test_network_and_router_have_the_learning_rate_of_the_round():
+    training = TRAINING["soft"]._replace(rate=lambda t: jnp.where(t == 0, RATE, 0.0))
+    algorithm, data = make(training), client_data(tiny.federated()[0], CLIENT)
+    _, state, _ = compiled("soft")
+    client = trees.row(state.clients, CLIENT)
+    train = jax.jit(
+        lambda t: algorithm.train(state.server, client, ClientContext(0, data, t, KEY)).upload
+    )
+    params = state.server["params"]
+    chex.assert_trees_all_equal(train(jnp.int32(1))["params"], params)
+    moved = train(jnp.int32(0))["params"]
+    for layer in ("encoder1", "router_gates"):
+        assert all(
+            map(np.any, jax.tree.leaves(jax.tree.map(jnp.subtract, moved[layer], params[layer])))
+        )
+
+
 def test_an_inactive_block_neither_changes_nor_is_sent():
     """Momentum from earlier rounds and weight decay would change it."""
     algorithm, data = make(cases.training()), tiny.federated()[0]
