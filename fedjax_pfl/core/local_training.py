@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl.core import batches, optimizers, trees
+from fedjax_pfl.core import batches, offload, optimizers, trees
 from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.arguments import check_arguments
 from fedjax_pfl.core.errors import UsageError, require_above, require_at_least, require_count
@@ -375,6 +375,8 @@ def evaluate(
         outputs = predict(variables, batch.x)
 
         def masked_sum(values: jax.Array) -> jax.Array:
+            # A task of the user may return bfloat16, in which sums lose examples.
+            values = offload.widened(values)
             mask = batch.mask.reshape(batch.mask.shape + (1,) * (values.ndim - 1))
             return jnp.sum(jnp.where(mask, values, 0.0), 0)
 

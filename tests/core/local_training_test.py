@@ -213,16 +213,22 @@ def test_sample_batch_is_the_start_of_a_random_order(count: int):
 
 # Evaluation
 
+
+def power(outputs: jax.Array, y: Any = None, classes: Any = None) -> jax.Array:
+    """Returns 2 to the power of the outputs, in their dtype."""
+    return jnp.exp2(outputs.astype(jnp.float32)).astype(outputs.dtype)
+
+
 # Powers of two: a sum shows which examples it has, and how often.
 POWERS = Task(
-    lambda outputs, y, classes: jnp.exp2(outputs),
+    power,
     (
-        ACCURACY._replace(name="power", update=lambda outputs, y, classes: -jnp.exp2(outputs)),
+        ACCURACY._replace(name="power", update=lambda outputs, y, classes: -power(outputs)),
         # A state with several numbers, like a histogram.
         ACCURACY._replace(
             name="pair",
             update=lambda outputs, y, classes: {
-                "of_two": jnp.stack([outputs * 0 + 1, jnp.exp2(outputs)], -1)
+                "of_two": jnp.stack([outputs * 0 + 1, power(outputs)], -1)
             },
         ),
     ),
@@ -230,23 +236,26 @@ POWERS = Task(
 )
 
 
-def scored(data: FederatedData, batch_size: int) -> local_training.Scores:
+def scored(data: FederatedData, batch_size: int, dtype: Any = jnp.float32) -> local_training.Scores:
     def evaluate(data: FederatedData, i: jax.Array) -> local_training.Scores:
         client = client_data(data, i)
         train = client.train
         first = jnp.min(jnp.where(jnp.arange(11) < train.size, train.rows, 99))
 
         def predict(variables, x):
-            return (x - variables).astype(jnp.float32)
+            return (x - variables).astype(dtype)
 
         return local_training.evaluate(predict, first, client, train, POWERS, batch_size)
 
     return jax.device_get(jax.jit(jax.vmap(evaluate, (None, 0)))(data, jnp.arange(len(SIZES))))
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, 128])
-def test_evaluate_counts_each_example_once(batch_size: int):
-    scores = scored(federated(), batch_size)
+@pytest.mark.parametrize(
+    ("batch_size", "dtype"), [(1, "float32"), (4, "float32"), (128, "float32"), (4, "bfloat16")]
+)
+def test_evaluate_counts_each_example_once(batch_size: int, dtype: str):
+    """Sums are float32 also if a task returns bfloat16, which has no 2047."""
+    scores = scored(federated(), batch_size, dtype)
     np.testing.assert_array_equal(scores.loss, 2.0**SIZES - 1)
     np.testing.assert_array_equal(scores.metrics["power"], 1 - 2.0**SIZES)
     expected = np.stack([SIZES, 2.0**SIZES - 1], -1)
