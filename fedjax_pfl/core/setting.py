@@ -49,7 +49,7 @@ class UsedWith(NamedTuple):
     """Condition under which a setting has an effect: another setting has one of some values."""
 
     name: str  # of the other setting
-    values: tuple[str, ...]  # of the other setting
+    values: tuple[str | None, ...]  # of the other setting; None: unset
 
 
 @dataclasses.dataclass(frozen=True)

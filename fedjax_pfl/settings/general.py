@@ -173,6 +173,7 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
             False,
             "Drop the smaller last batch of an epoch, unless it is the only one. BatchNorm "
             "over one or two examples can cost accuracy.",
+            used_with=UsedWith("local_steps", (None,)),
         ),
         "optimizer": _hyperparameter(
             "sgd", "Optimiser of the clients: sgd, adam, adamw, adagrad or rmsprop, as in optax."

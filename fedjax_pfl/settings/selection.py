@@ -86,11 +86,16 @@ def _check_condition(name: str, value: Any, configs: Sequence[ConfigDict], prefi
     if value == setting.default_value or any(setting.is_used(config.get) for config in configs):
         return
     condition, choices = setting.used_with or ("", ())
-    actual = " or ".join(dict.fromkeys(str(config[condition]) for config in configs))
     raise UsageError(
-        f"{prefix}{name} counts with {condition}={' or '.join(choices)} only, and {condition} is "
-        f"{actual}; change {prefix}{condition}, or leave {prefix}{name} out"
+        f"{prefix}{name} counts with {condition}={_alternatives(choices)} only, and {condition} is "
+        f"{_alternatives(config[condition] for config in configs)}; change {prefix}{condition}, or "
+        f"leave {prefix}{name} out"
     )
+
+
+def _alternatives(values: Iterable[Any]) -> str:
+    """Returns different values as text, such as "sgd or adamw". None is "unset"."""
+    return " or ".join(dict.fromkeys("unset" if v is None else str(v) for v in values))
 
 
 def check_owners(dataset: Dataset | None, configs: Iterable[ConfigDict]) -> None:

@@ -50,6 +50,11 @@ def check(settings):
             {"optimizer": "adamw", "phases": [{}, {"momentum": 0.5}]},
             "phases[1].momentum counts with optimizer=sgd or rmsprop only, and optimizer is adamw",
         ),
+        (
+            {"local_steps": 5, "drop_last": True},
+            "drop_last counts with local_steps=unset only, and local_steps is 5; change "
+            "local_steps, or leave drop_last out",
+        ),
         ({"server_learning_rate": 0.5}, "and server_optimizer is mean; change server_optimizer"),
     ],
 )
