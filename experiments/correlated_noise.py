@@ -9,6 +9,7 @@ Poisson sampling is not in this library. Its row shows independent noise with ti
 adding or removing a client is exact up to discretisation, and both together replace a client.
 """
 
+import math
 from collections.abc import Sequence
 
 import dp_accounting
@@ -76,6 +77,17 @@ def compare(
     return text_tables.markdown([text_tables.Table("", heads, rows)]).strip()
 
 
+def parse_epsilons(texts: Sequence[str]) -> list[float]:
+    """Returns the numbers in a list of texts; raises UsageError unless all are above 0."""
+    try:
+        epsilons = [float(text) for text in texts]
+    except ValueError:
+        epsilons = []
+    if not epsilons or not all(0 < epsilon < math.inf for epsilon in epsilons):
+        raise UsageError(f"--epsilons={','.join(texts)} is no list of numbers above 0, such as 4,8")
+    return epsilons
+
+
 def main(argv: Sequence[str]) -> None:
     """Prints the table for the flags."""
     values = flags.FLAGS
@@ -83,12 +95,17 @@ def main(argv: Sequence[str]) -> None:
         raise UsageError(f"{argv[1]!r} is no flag; see --help")
     if values.clients_per_round > values.clients:
         raise UsageError("--clients_per_round is above --clients; lower it")
+    if values.delta >= 1 / values.clients:
+        raise UsageError(
+            f"--delta={values.delta:g}: with {values.clients:,} clients it must be below "
+            f"{1 / values.clients:g}"
+        )
     print(
         compare(
             values.clients,
             values.clients_per_round,
             values.rounds,
-            [float(text) for text in values.epsilons],
+            parse_epsilons(values.epsilons),
             values.delta,
         )
     )

@@ -1,7 +1,10 @@
 """Tests of the comparison of independent and correlated noise."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+from absl import flags
 
 from experiments import attackers, correlated_noise
 from tests.commands import message
@@ -28,3 +31,20 @@ def test_poisson_noise_without_sampling_is_that_of_the_gaussian_mechanism():
 def test_an_argument_that_is_no_flag_is_refused(script):
     """Without --dataset=, the name of a dataset would be ignored."""
     assert message(script.main, ["script", "mnist"]) == "'mnist' is no flag; see --help"
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"epsilons": ["4", "foo"]}, "--epsilons=4,foo is no list of numbers above 0, such as 4,8"),
+        ({"epsilons": ["-1"]}, "--epsilons=-1 is no list of numbers above 0, such as 4,8"),
+        ({"epsilons": ["inf"]}, "--epsilons=inf is no list of numbers above 0, such as 4,8"),
+        ({"epsilons": []}, "--epsilons= is no list of numbers above 0, such as 4,8"),
+        ({"delta": 2.0}, "--delta=2: with 20 clients it must be below 0.05"),
+        ({"clients_per_round": 21}, "--clients_per_round is above --clients; lower it"),
+    ],
+)
+def test_impossible_values_are_refused(changes, line, monkeypatch):
+    values = {"clients": 20, "clients_per_round": 5, "rounds": 3, "epsilons": ["4"], "delta": 1e-5}
+    monkeypatch.setattr(flags, "FLAGS", SimpleNamespace(**values | changes))
+    assert message(correlated_noise.main, ["script"]) == line
