@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.papers.pfedhn import studies as pfedhn
+from tests.commands import message
 
 
 @pytest.fixture
@@ -57,3 +58,10 @@ def test_groups_of_embeddings_are_compared_for_every_seed(two_seeds):
     for name, value in numbers.items():
         assert value["mean"] == pytest.approx(np.mean([m[name] for m in by_seed])), name
     assert "seed 0" in figure.get_suptitle()
+
+
+def test_clients_without_a_common_coarse_class_are_refused(two_seeds, monkeypatch):
+    """Groups of one client each have no silhouette."""
+    monkeypatch.setattr(pfedhn, "DATASET", SimpleNamespace(value="cifar100"))
+    monkeypatch.setattr(pfedhn, "CLIENTS", SimpleNamespace(value=20))
+    assert message(pfedhn.figure4).endswith("share none of the 20; give --clients=21 or more")

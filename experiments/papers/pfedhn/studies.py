@@ -34,9 +34,12 @@ from experiments.papers.study import CLIENTS, DATASET, ROUNDS, SEEDS, mean_std
 from experiments.papers.table import accuracy, best, plateau
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import ClientContext
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import Split, client_data
 from fedjax_pfl.core.task import classification
 from fedjax_pfl.runs import runner
+
+COARSE_CLASSES = 20  # of CIFAR-100
 
 
 def _config(*parts: str, **changes: Any) -> ConfigDict:
@@ -234,6 +237,11 @@ def figure4() -> tuple[dict[str, Any], Figure]:
     Numbers are means over seeds. The picture shows seed 0, because points of t-SNE have no mean.
     """
     if DATASET.value == "cifar100":
+        if CLIENTS.value <= COARSE_CLASSES:
+            raise UsageError(
+                f"figure4 compares clients that share a coarse class, and {CLIENTS.value} clients "
+                f"share none of the {COARSE_CLASSES}; give --clients={COARSE_CLASSES + 1} or more"
+            )
         config = _config(f"n{CLIENTS.value}", partition="coarse", coarse={"per_client": 1})
     else:
         config = _config("n20", partition="listed")
