@@ -14,6 +14,7 @@ conflict  two groups see the same images under different labels: FedMN, FedMN by
 gates     entropy of the gates and active blocks over the rounds
 """
 
+import itertools
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ from experiments.papers.table import accuracy, moved
 from fedjax_pfl import data
 from fedjax_pfl.algorithms import METHODS
 from fedjax_pfl.algorithms.fedmn import router
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import runner
 
 BLOCKS = flags.DEFINE_list("blocks", [], "Blocks and layers, in figure2. Default: 8.")
@@ -52,13 +54,21 @@ def layouts(blocks: int) -> list[tuple[int, int, int]]:
     return [(1, a, blocks - 1 - a) for a in range(2, blocks - 2)]
 
 
+def _block_counts() -> list[int]:
+    """Returns the numbers of --blocks; raises UsageError if a number has no layout."""
+    texts = BLOCKS.value or study.scope(["8"], ["8", "9", "10"])
+    for text in texts:
+        if not text.isdecimal() or not layouts(int(text)):
+            raise UsageError(f"--blocks has {text!r}; give whole numbers from 5")
+    return list(map(int, texts))
+
+
 def figure2() -> tuple[dict[str, Any], Figure]:
     """Compares FedMN and FedAvg on networks with 256 hidden units, without pre-training."""
     summary: dict[str, Any] = {}
     figure = Figure(figsize=(6.5, 4))
     axis = figure.subplots()
-    block_counts = BLOCKS.value or study.scope(["8"], ["8", "9", "10"])
-    for blocks, marker in zip(map(int, block_counts), "os^Dv", strict=False):
+    for blocks, marker in zip(_block_counts(), itertools.cycle("os^Dv"), strict=False):
         for kind, colour in (("FedAvg", ORANGE), ("FedMN", BLUE)):
             points = []
             for layout in layouts(blocks) if kind == "FedMN" else [None]:
