@@ -133,7 +133,10 @@ def _select_cells(table: Table, options: Options) -> list[Cell]:
 
 
 def _fits(names: Sequence[str], pattern: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+    """Returns True if a pattern fits a name; one without a slash fits no ROW/COLUMN."""
+    return any(
+        fnmatch.fnmatchcase(name, pattern) for name in names if ("/" in name) == ("/" in pattern)
+    )
 
 
 def _quick(table: Table, cell: Cell, options: Options) -> ConfigDict:

@@ -260,6 +260,8 @@ def test_cells_are_selected_by_patterns(no_emnist):
 
     assert len(selected("full", "pfedhn")) == 7
     assert selected("quick", "pfedhn") == {"pfedhn/cifar10-n10"}
+    assert selected("quick", "pfedhn*") == {"pfedhn/cifar10-n10", "pfedhn_pc/cifar10-n10"}
+    assert len(selected("full", "*")) == 56
     assert len(selected("quick", "omniglot-n50")) == 8
     assert selected("full", "local/*100-n50", "fedper/cifar10-n10") == {
         "local/cifar100-n50",
