@@ -149,6 +149,11 @@ def main(
             if value is not None:
                 flags.set_default(flag, value)
     for change in SET.value:
+        if change.partition("=")[0] in ("rounds", "dataset"):
+            raise UsageError(
+                f"--set={change} would not be in the names and labels of the results; give "
+                f"--{change}"
+            )
         if SEEDS.value > 1 and change.partition("=")[0] == "seed":
             raise UsageError(
                 f"--set={change} gives all {SEEDS.value} runs one seed; leave it out, or give "

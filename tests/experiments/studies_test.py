@@ -179,6 +179,26 @@ def test_one_seed_for_several_runs_is_refused(tmp_path, parse, capsys):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("change", ["rounds=7", "dataset=mnist"])
+def test_changes_that_labels_do_not_show_are_refused(change, tmp_path, parse):
+    """The file would say 20 rounds on digits."""
+    parse("--set=momentum=0.5", f"--set={change}", f"--out={tmp_path}")
+    study = {"study": lambda: pytest.fail("a run has started")}
+    line = message(common.main, study, "", ["x", "study"], "pfedla", {"": common.Length(20, 50)})
+    assert line == (
+        f"--set={change} would not be in the names and labels of the results; give --{change}"
+    )
+
+
+def test_changes_of_settings_are_refused_where_there_are_none(monkeypatch, parse):
+    """The study of distances trains without a configuration."""
+    parse("--set=learning_rate=0.5")
+    monkeypatch.setattr(gradient_distances, "_one_seed", lambda *_: pytest.fail("it trains"))
+    assert message(gradient_distances.study) == (
+        "distance has no settings to change; leave --set=learning_rate=0.5 out"
+    )
+
+
 def test_share_of_nearest_neighbours_in_the_same_group():
     points, group = np.array([[0.0], [1.0], [3.0], [3.5]]), np.array([0, 0, 0, 1])
     assert pfedhn.share_near_own_group(points, group) == 0.5  # the third is nearest to the fourth

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.papers.study import DATA_DIR, DATASET, ROUNDS, SEEDS, mean_std
+from experiments.papers.study import DATA_DIR, DATASET, ROUNDS, SEEDS, SET, mean_std
 from fedjax_pfl import data
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import ClientContext
@@ -150,6 +150,8 @@ def _one_seed(net: Any, seed: int, epochs: int) -> tuple[dict[str, list[float]],
 
 def study() -> tuple[dict[str, Any], Figure]:
     """Plots distances and accuracies over epochs, one for each of --rounds."""
+    if SET.value:
+        raise UsageError(f"distance has no settings to change; leave --set={SET.value[0]} out")
     small = DATASET.value == "digits"
     network = (SmallCNN if small else LeNet)(batch_norm=True)
     shape = (8, 8, 1) if small else (32, 32, 3)
