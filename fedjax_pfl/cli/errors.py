@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -79,7 +80,7 @@ def in_one_line(options: flags.FlagValues | None = None) -> Iterator[None]:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         missing = isinstance(error, LookupError | AttributeError)
         if missing and files[-1] != config_path.__file__ in files:  # it reads keys of a ConfigDict
-            key = line.strip("\"'")
+            key = (re.findall(r"\w+", line) or [kind])[0]  # a suggestion may follow
             line = (
                 f"the configuration file sets no {key}, and --config.KEY changes only what it sets"
             )

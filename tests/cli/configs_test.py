@@ -130,13 +130,18 @@ def test_a_setting_that_a_phase_of_a_preset_does_not_change(key, start):
 
 @LOADED
 @pytest.mark.parametrize(
-    ("setting", "key"), [("pfedla.rate=1.0", "pfedla"), ("learning_rate=0.2", "learning_rate")]
+    ("setting", "key"),
+    [
+        ("pfedla.rate=1.0", "pfedla"),
+        ("learning_rate=0.2", "learning_rate"),
+        ("local_steps=3", "local_steps"),  # the file has a similar key
+    ],
 )
 def test_a_setting_that_a_file_leaves_out_is_set_in_the_file(tmp_path, setting, key):
     path = tmp_path / "mine.py"
     path.write_text(
         "from ml_collections import ConfigDict\n\n"
-        "def get_config(preset=''):\n    return ConfigDict({'algorithm': 'pfedla'})\n"
+        "def get_config(preset=''):\n    return ConfigDict({'local_epochs': 2})\n"
     )
 
     def call():
