@@ -134,3 +134,21 @@ def test_rows_of_the_sweep_of_eta():
     (layer,) = below.lines
     assert layer.get_xydata().tolist() == [[0.5, 6], [2, 6]]  # without HeurpFedLA
     assert above.get_title() == "classes4"
+
+
+def test_weights_in_figure_7_are_means_over_seeds(monkeypatch):
+    """Client 0 weighs itself 1 with seed 0 and 0.5 with seed 1; the last evaluation counts."""
+    by_seed = [np.full((10, 2, 10), first) for first in (1.0, 0.5)]
+    results = [
+        SimpleNamespace(
+            observations={"alpha": ([1, 2], [np.zeros((10, 2, 10)), alpha])},
+            ledger=SimpleNamespace(down={"conv1": 0, "fc1": 0}),
+        )
+        for alpha in by_seed
+    ]
+    monkeypatch.setattr(studies, "DATASET", SimpleNamespace(value="digits"))
+    monkeypatch.setattr(studies, "ROUNDS", SimpleNamespace(value=2))
+    monkeypatch.setattr(studies, "runs", lambda config, name, rounds: results)
+    numbers, figure = studies.figure7()
+    assert numbers == {"conv1": [0.75] * 10, "fc1": [0.75] * 10}
+    assert [bar.get_height() for bar in figure.axes[0].patches] == [0.75] * 20

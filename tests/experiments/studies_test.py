@@ -327,22 +327,6 @@ def test_presets_of_factorized_fl(preset, expected, method_settings):
     assert config.resnet9.width == (16 if "w16" in preset else 64)
 
 
-def test_numbers_of_blocks_without_a_layout_are_refused(monkeypatch):
-    """The paper names the layouts of eight blocks. Six numbers need more than five markers."""
-    assert fedmn.layouts(8) == [(1, 2, 5), (1, 3, 4), (1, 4, 3), (1, 5, 2)]
-    result = SimpleNamespace(
-        metrics=[{"bytes_down": 4e6, "bytes_up": 4e6, "before": {"accuracy_mean": 0.5}}]
-    )
-    monkeypatch.setattr(fedmn, "DATASET", SimpleNamespace(value="digits"))
-    monkeypatch.setattr(fedmn, "ROUNDS", SimpleNamespace(value=20))
-    monkeypatch.setattr(fedmn.study, "runs", lambda config, name: [result])
-    monkeypatch.setattr(fedmn, "BLOCKS", SimpleNamespace(value=["5", "6", "7", "8", "9", "10"]))
-    assert {"FedAvg-5", "FedMN-1x2x2", "FedAvg-10"} < set(fedmn.figure2()[0])
-    for text in ("4", "eight"):
-        monkeypatch.setattr(fedmn, "BLOCKS", SimpleNamespace(value=[text]))
-        assert message(fedmn.figure2) == f"--blocks has {text!r}; give whole numbers from 5"
-
-
 def test_a_plateau_compares_the_means_of_the_last_two_quarters():
     """Compares 60 with 60.4 after local training, and 50 with 51 before it."""
     curves = {

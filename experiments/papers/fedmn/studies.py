@@ -29,7 +29,7 @@ from sklearn.metrics import adjusted_rand_score
 
 from experiments.papers import study
 from experiments.papers.fedmn import tables as tables
-from experiments.papers.study import DATA_DIR, DATASET, ROUNDS, mean_std, run
+from experiments.papers.study import DATA_DIR, DATASET, ROUNDS, SEEDS, mean_std, run
 from experiments.papers.table import accuracy, moved
 from fedjax_pfl import data
 from fedjax_pfl.algorithms import METHODS
@@ -135,6 +135,8 @@ def draw_routes(axis: Axes, gates: np.ndarray, layout: tuple[int, ...]) -> None:
 
 def paths() -> tuple[dict[str, Any], Figure]:
     """Draws the gates with π > ½ of up to twelve clients after their last round."""
+    if SEEDS.value > 1:
+        raise UsageError(f"paths draws the routes of one run; leave --seeds={SEEDS.value} out")
     config = _config()
     layout = tuple(config.fedmn.layout)
     result = run(config, "preset", 0)
@@ -180,7 +182,8 @@ def grouping() -> tuple[dict[str, Any], Figure]:
     left.set(xlabel="round", ylabel="adjusted Rand index of clusters of π", ylim=(-0.3, 1.1))
     centred = pi[0, -1] - pi[0, -1].mean(0)
     image = right.imshow(centred, aspect="auto", cmap="RdBu")
-    right.set(xlabel="gate", ylabel="client", title="π minus its mean over clients, last round")
+    title = "π minus its mean over clients, last round, seed 0"
+    right.set(xlabel="gate", ylabel="client", title=title)
     figure.colorbar(image, ax=right)
     return {
         "accuracy": mean_std([accuracy(r) for r in results]),
