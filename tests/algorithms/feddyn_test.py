@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.feddyn import Client
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import State
@@ -12,9 +13,9 @@ from tests.algorithms.scaffold_test import MINIMUM, RATE, STEPS, XS, YS
 ALPHA = 0.5
 
 
-def make(xs=XS, ys=YS, steps=STEPS):
+def make(steps=STEPS):
     training = local_training.sgd(learning_rate=RATE, batch_size=1, steps=steps)
-    return linear.make("feddyn", xs, ys, training, alpha=ALPHA)
+    return linear.make("feddyn", XS, YS, training, alpha=ALPHA)
 
 
 def params(w):
@@ -33,11 +34,18 @@ def test_local_training_by_hand():
 
 
 def test_the_server_by_hand():
-    """w = 10, h = 1, uploads 12 and 17, one client absent: h = 1 − 0.5/3 · 9, w = 14.5 − h/0.5."""
-    algorithm, _ = make(xs=[[[1.0]]] * 3, ys=[[0.0]] * 3)
+    """w = 10, h = 1, uploads 12 and 17; one client absent, one held out.
+
+    h = 1 − 0.5/3 · 9 and w = 14.5 − h/0.5.
+    """
+    data, federation = linear.federated([[[1.0]]] * 4, [[0.0]] * 4)
+    federation = federation._replace(active=np.arange(4) < 3)
+    training = local_training.sgd(learning_rate=RATE, batch_size=1, steps=STEPS)
+    algorithm = algorithms.feddyn(linear.Linear(), training, federation, alpha=ALPHA)
     state = State({**variables([10.0]), "drift": params(1.0)}, (), ())
-    uploads = [variables([w]) for w in (12.0, 17.0, 99.0)]
-    server = linear.receive(algorithm, state, [1] * 3, uploads, [True, True, False]).server
+    uploads = [variables([w]) for w in (12.0, 17.0, 99.0, 99.0)]
+    arrived = [True, True, False, False]
+    server = linear.receive(algorithm, state, data.train.size, uploads, arrived).server
     np.testing.assert_allclose(weights({"params": server["drift"]}), [-0.5], rtol=1e-6)
     np.testing.assert_allclose(weights(server), [14.5 + 1.0], rtol=1e-6)
     assert set(algorithm.send(state, None)) == {"params"}
