@@ -57,8 +57,9 @@ def pair(tree):
     return linear.kernels({"params": tree})
 
 
-def after(share, t, beta):
-    algorithm, _ = linear.make_classifier("fedcac", critical_share=share, alone_after=beta)
+def after(share, t, beta, begin):
+    settings = {"critical_share": share, "alone_after": beta, "first_round": begin}
+    algorithm, _ = linear.make_classifier("fedcac", **settings)
     stacked = Rows(
         deep(*CUSTOMIZED)["params"], jax.tree.map(lambda m: m > 0, deep(*CRITICAL)["params"])
     )
@@ -71,10 +72,13 @@ def after(share, t, beta):
     return payloads, *jax.jit(algorithm.receive)(state, cohort)
 
 
-@pytest.mark.parametrize(("share", "t", "beta"), [(0.5, 0, 100), (0.5, 4, 10), (0.34, 30, 10)])
-def test_a_server_update_equals_numpy(share, t, beta):
-    payloads, server, rows = after(share, t, beta)
-    downloads, masks, customized, means = oracle(share, (t + 1) / beta)
+@pytest.mark.parametrize(
+    ("share", "t", "beta", "begin"), [(0.5, 0, 100, 0), (0.5, 24, 10, 20), (0.34, 30, 10, 0)]
+)
+def test_a_server_update_equals_numpy(share, t, beta, begin):
+    """Rounds are counted from `begin`, the first of the phase."""
+    payloads, server, rows = after(share, t, beta, begin)
+    downloads, masks, customized, means = oracle(share, (t - begin + 1) / beta)
     for layer in (0, 1):
         np.testing.assert_allclose(pair(payloads["params"])[layer], downloads[layer], rtol=1e-6)
         np.testing.assert_array_equal(pair(rows.critical)[layer], masks[layer])
