@@ -193,7 +193,8 @@ CLIENT = 3
 
 def make(training: local_training.Training) -> Algorithm:
     federation = tiny.federated()[1]
-    return algorithms.fedmn_correlation(tiny.Net(), training, federation, **LAYER_SIZES, rounds=5)
+    settings = {**LAYER_SIZES, "rounds": 5, "first_round": 20}
+    return algorithms.fedmn_correlation(tiny.Net(), training, federation, **settings)
 
 
 def test_only_the_gate_map_learns_and_embeddings_are_sent_once():
@@ -203,7 +204,7 @@ def test_only_the_gate_map_learns_and_embeddings_are_sent_once():
     algorithm = make(training)
     state = jax.jit(algorithm.init)(KEY)
     client, data = trees.row(state.clients, CLIENT), client_data(data, CLIENT)
-    ctx, train = ClientContext(CLIENT, data, jnp.int32(0), KEY), jax.jit(algorithm.train)
+    ctx, train = ClientContext(CLIENT, data, jnp.int32(20), KEY), jax.jit(algorithm.train)
     result = train(state.server, client, ctx)
     statistics = result.upload["batch_stats"][correlation.STATISTICS]
     network = correlation.Correlation(tiny.Net(), LAYER_SIZES["layout"], tiny.CLIENTS, 3)
@@ -224,7 +225,7 @@ def test_only_the_gate_map_learns_and_embeddings_are_sent_once():
         "batch_stats": {**state.server["batch_stats"], correlation.STATISTICS: mixed_statistics},
     }
     trained_before = client._replace(pi=jnp.full(10, 0.5))
-    later = train(server, trained_before, ctx._replace(t=jnp.int32(1), key=jax.random.key(5)))
+    later = train(server, trained_before, ctx._replace(t=jnp.int32(21), key=jax.random.key(5)))
     for name in router.EMBEDDINGS:
         chex.assert_trees_all_equal(later.upload["params"][name], server["params"][name])
     before, after = (tree["params"]["router_gates"]["kernel"] for tree in (server, later.upload))
@@ -252,7 +253,7 @@ def test_an_unused_encoder_neither_changes_nor_is_sent():
     state, ids = jax.jit(algorithm.init)(KEY), jnp.arange(tiny.CLIENTS)
 
     def train(i: jax.Array, client: Any) -> Any:
-        ctx = ClientContext(i, client_data(data, i), jnp.int32(0), jax.random.fold_in(KEY, i))
+        ctx = ClientContext(i, client_data(data, i), jnp.int32(20), jax.random.fold_in(KEY, i))
         return algorithm.train(state.server, client, ctx)
 
     result = jax.device_get(jax.jit(jax.vmap(train))(ids, state.clients))
