@@ -120,6 +120,18 @@ def test_a_repeated_request_gets_the_same_bytes_without_training(loop, monkeypat
     assert files(loop) == files_before
 
 
+def test_another_request_for_the_newest_round_is_refused(loop):
+    """A server could compare the uploads that two downloads lead to."""
+    _, pending, _ = loop.first_round()
+    files_before, content = files(loop), pending.requests[0]
+    arrays = wire.decode(content, len(content)).arrays
+    name = next(name for name in arrays if "kernel" in name)
+    changed = replace_parts(content, name, array=2 * arrays[name])
+    line = refusal(respond, loop.clients[0], changed)
+    assert line == "round 0 is over for this client, which has been in 0"
+    assert files(loop) == files_before
+
+
 def test_replayed_and_reordered_requests_change_nothing(loop):
     server_state = server.initial_state(loop.server)
     old = []
