@@ -58,3 +58,6 @@ def test_callbacks_of_a_sweep_receive_the_name_of_the_run():
     settings = {**SETTINGS, "seeds": 2, "rounds": 2}
     pfl.run_all(settings, on_evaluation=lambda name, line: names.append(name))
     assert names == ["seed=0", "seed=1"]
+    settings["rounds"] = 4
+    ended = pfl.run_all(settings, on_evaluation=lambda name, line: name != "seed=0")
+    assert {name: result.round for name, result in ended.items()} == {"seed=0": 2, "seed=1": 2}
