@@ -57,6 +57,7 @@ from fedjax_pfl.transforms.wrapping import (
 )
 
 _SMOOTHING = 1e-6  # least distance in a Weiszfeld step
+_LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 class Uploads(NamedTuple):
@@ -127,9 +128,12 @@ def _median(uploads: Uploads) -> Aggregate:
 
 
 def _squared_distances(uploads: Uploads) -> jax.Array:
-    """Returns ‖x_i − x_j‖², [K, K]; infinite in the columns of absent clients."""
+    """Returns ‖x_i − x_j‖², [K, K]; infinite in the columns of absent clients.
+
+    Squares that overflow are finite, so these clients are nearer than absent ones.
+    """
     squares = jax.lax.map(lambda row: jnp.sum(jnp.square(uploads.x - row[None]), -1), uploads.x)
-    return jnp.where(uploads.arrived[None], squares, jnp.inf)
+    return jnp.where(uploads.arrived[None], jnp.minimum(squares, _LARGEST), jnp.inf)
 
 
 def _smallest(values: jax.Array, count: Any) -> jax.Array:
@@ -142,10 +146,9 @@ def _krum_selection(uploads: Uploads, count: Any) -> jax.Array:
     m = jnp.sum(uploads.arrived)
     itself = jnp.eye(len(uploads.x), dtype=bool)
     others = jnp.where(itself, jnp.inf, _squared_distances(uploads))
-    # An upload whose squared distances overflow has an infinite sum.
     is_other = uploads.arrived[None] & ~itself
     nearest = _smallest(others, jnp.maximum(m - uploads.f - 2, 1)) & is_other
-    sums = jnp.sum(jnp.where(nearest, others, 0.0), -1)
+    sums = jnp.minimum(jnp.sum(jnp.where(nearest, others, 0.0), -1), _LARGEST)
     return _smallest(jnp.where(uploads.arrived, sums, jnp.inf), count).astype(jnp.float32)
 
 
