@@ -26,6 +26,7 @@ from absl import flags
 from experiments.libraries import reference_work, rivals, scored
 from experiments.libraries.methods import METHODS, Rival
 from experiments.libraries.rivals import Child, Gone
+from experiments.outputs import require_folders
 from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import text_tables
@@ -243,6 +244,7 @@ def main(argv: Sequence[str]) -> None:
         for key, path in paths.items()
     ]
     methods = flag_values.methods or list(METHODS)
+    require_folders(flag_values, "out")
     if flag_values.rounds:
         results = accuracies(sides, methods, flag_values.seeds, flag_values.rounds, flag_values.out)
         _print(scored.table(results), scored.reasons(results))

@@ -37,6 +37,7 @@ from experiments.libraries import (
     work,
 )
 from experiments.libraries.rivals import Child, Gone
+from experiments.outputs import require_folders
 from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import text_tables
@@ -226,10 +227,7 @@ def main(argv: Sequence[str]) -> None:
         return
     names = select_workloads(flag_values.work)
     commands, checkouts = _rival_commands(flag_values)
-    for flag in ("out", "picture"):
-        path = flag_values[flag].value
-        if path and not Path(path).absolute().parent.is_dir():
-            raise UsageError(f"--{flag}={path} is in no folder that exists")
+    require_folders(flag_values, "out", "picture")
     # A rival needs room on the same accelerator.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     prepare_devices()

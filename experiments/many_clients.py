@@ -37,6 +37,7 @@ from experiments.libraries import rivals, server_share
 from experiments.libraries.pool_rounds import BATCH, CALL, MODELS, POOL, TRAIN, make_functions
 from experiments.libraries.rivals import Child, Gone
 from experiments.libraries.work import Work, parameters, peak_memory
+from experiments.outputs import require_folders
 from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.networks import LeNet
@@ -223,6 +224,10 @@ def main(argv: Sequence[str]) -> None:
     unknown = sorted(set(flag_values.methods) - set(configuration.ALGORITHMS))
     if unknown:
         raise UsageError(f"--methods has {', '.join(unknown)}; see fedjax-pfl list methods")
+    for text in flag_values.clients:
+        if not text.isdecimal() or int(text) < 1:
+            raise UsageError(f"--clients has {text!r}; give whole numbers from 1")
+    require_folders(flag_values, "out", *(() if flag_values.server else ("picture",)))
     name = "server_share" if flag_values.server else "many_clients"
     out = Path(flag_values.out or f"experiments/results/{name}.json")
     results: dict[str, list[dict[str, Any]]] = json.loads(out.read_text()) if out.exists() else {}

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
+from experiments.outputs import require_folders
 from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation
@@ -159,6 +160,7 @@ def main(argv: Sequence[str]) -> None:
     if flag_values.model not in configuration.MODELS:
         choices = ", ".join(configuration.MODELS)
         raise UsageError(f"--model={flag_values.model} is none of {choices}")
+    require_folders(flag_values, "out")
     middle = columns[min(1, len(columns) - 1)]
     cohort = min(flag_values.cohort, middle)
     heads = [*(f"N = {n:,}" for n in columns), "grows", "most", "down", "up", "mixing"]

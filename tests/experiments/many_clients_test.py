@@ -50,6 +50,23 @@ def test_flags_that_the_server_measurement_does_not_have_are_refused(options, mo
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"clients": ["100", "1e4"]}, "--clients has '1e4'; give whole numbers from 1"),
+        ({"clients": ["0"]}, "--clients has '0'; give whole numbers from 1"),
+        ({"out": "/nowhere/rows.json"}, "--out=/nowhere/rows.json is in no folder that exists"),
+        ({"picture": "/nowhere/a.svg"}, "--picture=/nowhere/a.svg is in no folder that exists"),
+    ],
+)
+def test_wrong_flags_are_refused_before_any_process(options, expected, tmp_path, monkeypatch):
+    values = {"server": False, "only": "", "methods": ["local"], "clients": ["100"], "pfllib": None}
+    values |= {"out": str(tmp_path / "a.json"), "picture": str(tmp_path / "a.svg")} | options
+    monkeypatch.setattr(flags, "FLAGS", Flags(**values))
+    monkeypatch.setattr(many_clients.subprocess, "run", lambda *_, **__: pytest.fail("it runs"))
+    assert message(many_clients.main, sys.argv[:1]) == expected
+
+
 def test_each_number_of_clients_is_measured_once_in_its_own_process(tmp_path, monkeypatch, capsys):
     measured = []
 
