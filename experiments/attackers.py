@@ -72,6 +72,20 @@ def attackers_weight(weights: np.ndarray, is_attacker: np.ndarray) -> float:
     return float(parts.mean()) if len(parts) else 0.0
 
 
+def missing_runs(record: Mapping[str, Any]) -> list[tuple[str, float, str]]:
+    """Returns attack, share and row of each run without a result in a record.
+
+    Without attackers both attacks are the same run, which is recorded as label_flip.
+    """
+    runs = [(attack, share, row) for attack in ATTACKS for share in SHARES for row in ROWS]
+    return [
+        (attack, share, row)
+        for attack, share, row in runs
+        if (share or attack == "label_flip")
+        and str(share) not in record.get(row, {}).get(attack, {})
+    ]
+
+
 def measure(dataset: Mapping[str, Any], row: str, attack: str, share: float) -> dict[str, Any]:
     """Returns the last accuracy of honest clients, and the weight of attackers, for each seed.
 
@@ -138,12 +152,13 @@ def main(argv: Any) -> None:
     dataset = {"dataset": options.dataset, "data_dir": options.data_dir}
     dataset |= DATASETS[options.dataset]
     record = json.loads(path.read_text()) if path.exists() else {}
-    runs = [(a, s, row) for a in ATTACKS for s in SHARES for row in ROWS]
-    for attack, share, row in () if options.draw else runs:
+    missing = missing_runs(record)
+    if options.draw and missing:
+        raise UsageError(f"{path.name} lacks {len(missing)} of the results; leave out --draw")
+    for attack, share, row in missing:
         by_share = record.setdefault(row, {}).setdefault(attack, {})
-        if str(share) not in by_share and (share or attack == "label_flip"):
-            by_share[str(share)] = measure(dataset, row, attack, share)
-            path.write_text(json.dumps(record, indent=1) + "\n")
+        by_share[str(share)] = measure(dataset, row, attack, share)
+        path.write_text(json.dumps(record, indent=1) + "\n")
     draw(record).savefig(path.with_suffix(".png"), dpi=100)
 
 
