@@ -198,10 +198,15 @@ def _content(value: Any, outer: tuple[Any, ...] = ()) -> str:
         return f"{value.dtype}{np.asarray(value).tobytes()!r}"
     if isinstance(value, bool | int | float | str | None):
         return repr(value)
-    # The repr of other objects has their address, which differs between processes.
-    attributes = {} if isinstance(value, type) else getattr(value, "__dict__", {})
+    if isinstance(value, set | frozenset):  # their order differs between processes
+        return f"{type(value).__name__}{sorted(map(content, value))}"
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
     name = f"{type(value).__module__}.{type(value).__qualname__}"
-    return f"{name}{content(attributes)}" if attributes else name
+    if attributes := getattr(value, "__dict__", {}):
+        return f"{name}{content(attributes)}"
+    text = repr(value)  # of some objects with their address, which differs between processes
+    return name if "0x" in text else f"{name}{text}"
 
 
 def _cell_contents(cell: Any) -> Any:

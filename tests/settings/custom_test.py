@@ -5,8 +5,10 @@ import json
 import os
 import subprocess
 import sys
+from fractions import Fraction
 
 import flax.linen as nn
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -158,6 +160,27 @@ def test_names_of_optimizers_depend_on_the_attributes_of_a_schedule(schedule):
         return custom.register({}, optimizer=optax.sgd(schedule(value)))[1]["optimizer"]
 
     assert name(0.1) == name(0.1) != name(0.2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (frozenset("ab"), frozenset("ac")),
+        (b"a", b"b"),
+        (range(2), range(3)),
+        (Fraction(1, 2), Fraction(1, 3)),
+        (np.float32, np.float16),
+        (jnp.float32, jnp.bfloat16),
+    ],
+)
+def test_names_of_optimizers_depend_on_what_a_schedule_closes_over(first, second):
+    def name(value):
+        def schedule(count):
+            return 0.1 if value else 0.2
+
+        return custom.register({}, optimizer=optax.sgd(schedule))[1]["optimizer"]
+
+    assert name(first) == name(first) != name(second)
 
 
 def test_dataset_digests_depend_on_everything_but_the_name():
