@@ -373,9 +373,9 @@ def _check_types(config: ConfigDict, defaults: ConfigDict, prefix: str) -> None:
             continue
         if value is None and usual is not None:
             raise UsageError(f"{prefix}{key} is {value!r}; it must be of type {kind.__name__}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UsageError(f"{prefix}{key} is {value}; it must be a finite number")
         numbers = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(n, float) and not math.isfinite(n) for n in numbers):
+            raise UsageError(f"{prefix}{key} is {value}; it must be finite")
         if any(isinstance(n, int) and abs(n) > _MAX_INT for n in numbers):
             raise UsageError(f"{prefix}{key} is {value}; it must be at most {_MAX_INT}")
         if isinstance(usual, tuple) and usual and {type(v) for v in value} - {type(usual[0])}:

@@ -64,6 +64,7 @@ RANDOM = {**LOCAL, "privacy": "client", "clients_per_round": 1}
         ({"synthetic.noise": 3.0}, ["synthetic.noise; write {'synthetic': {'noise': 3.0}}"]),
         ({"synthetic": {"noise": "loud"}}, ["synthetic.noise is 'loud'", "float"]),
         ({"synthetic": {"noise": float("nan")}}, ["synthetic.noise is nan", "finite"]),
+        ({"fedmn": {"temperatures": (float("nan"), 0.1)}}, ["(nan, 0.1)", "finite"]),
         ({"synthetic": {"shape": ("a",)}}, ["synthetic.shape is ('a',)"]),
         ({"phases": [{"rounds": "x"}]}, ["phases[0].rounds is 'x'"]),
         ({"groups": [{"mlp": {"hidden": None}}]}, ["groups[0].mlp.hidden is None"]),
