@@ -3,8 +3,8 @@
 The list `cells` of that file has the cells that were run on their own data in the paper's settings,
 except for the number of rounds. The keys of a cell are "table", "row", "column", "measured",
 "second", "partition_seeds", "rounds" and "published_rounds". "measured" and "second" hold a value
-per seed in the table's unit; "partition_seeds" has the seed of each one's partition. `record`
-writes the file.
+per seed in the table's unit; "partition_seeds" has the seed of each one's partition, and of runs
+that do not count yet. `record` writes the file.
 
 A cell agrees if its mean differs from the published one by at most √(s² + t²). Here s is the
 published deviation, and t ours over at least three seeds. A cell with fewer seeds or without a
@@ -111,7 +111,7 @@ def _run_cell(cell: Mapping[str, Any], tables: Mapping[str, Table]) -> RunCell:
         published=table.published(row, column),
         measured=list(cell["measured"].values()),
         second=list(cell.get("second", {}).values()),
-        partitions=len(set(cell["partition_seeds"].values())),
+        partitions=len({cell["partition_seeds"][seed] for seed in cell["measured"]}),
         rounds=cell["rounds"],
         published_rounds=cell["published_rounds"],
     )

@@ -175,7 +175,8 @@ def _cell_entry(
             entry[key] = _by_seed(recorded | values)
     partitions = {seed: run.config.get("partition_seed", 0) for seed, run in new.items()}
     partitions = old.get("partition_seeds", {}) | partitions
-    entry["partition_seeds"] = {seed: partitions[seed] for seed in entry["measured"]}
+    # Also of seeds that do not count yet, because they may in a later call.
+    entry["partition_seeds"] = {seed: partitions[seed] for seed in by_seed}
     return entry | {"rounds": rounds}
 
 

@@ -40,6 +40,19 @@ def cells(results):
     return {cell["row"]: cell for cell in record["cells"]}, text.splitlines()
 
 
+def test_a_seed_that_counts_later_keeps_its_partition(tmp_path, results):
+    """Seed 0 is first shorter than seed 1 and evaluated in no common round, so it is left out."""
+    for folder, runs in (("a", {0: (5,), 1: (10, 20)}), ("b", {2: (5,)})):
+        (tmp_path / folder).mkdir()
+        for seed, rounds in runs.items():
+            write_run(tmp_path / folder / str(seed), "local", 0.6, rounds, seed=seed)
+        record.record(TABLE, tmp_path / folder, results)
+    cell = cells(results)[0]["local"]
+    assert (cell["rounds"], list(cell["measured"])) == (5, ["0", "2"])
+    (read,) = agreement.read(results, TABLE)
+    assert read.partitions == 1
+
+
 def test_runs_are_cells_by_their_settings(tmp_path, results):
     runs = tmp_path / "runs"
     runs.mkdir()
@@ -77,7 +90,7 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
             "column": "cifar10-n10",
             "measured": {"0": 80.0},
             "second": {"0": 85.0},
-            "partition_seeds": {"0": 0},
+            "partition_seeds": {"0": 0, "1": 0},  # seed 1 is in the curves
             "rounds": 20,
             "published_rounds": 600,
         },
@@ -150,7 +163,7 @@ def test_accuracies_are_those_at_the_last_round_of_three_seeds(tmp_path, results
         f"{NAME} local/cifar10-n10: 20 rounds, seeds 0, 1, 3"
     ]
     assert cells(results)[0]["local"]["measured"] == {"0": 53.33, "1": 50.0, "3": 90.0}
-    assert cells(results)[0]["local"]["partition_seeds"] == {"0": 0, "1": 0, "3": 0}
+    assert cells(results)[0]["local"]["partition_seeds"] == {"0": 0, "1": 0, "2": 0, "3": 0}
 
 
 def test_one_run_is_recorded_in_all_of_its_cells(tmp_path, results):
