@@ -134,6 +134,8 @@ def test_rows_of_the_sweep_of_eta():
     (layer,) = below.lines
     assert layer.get_xydata().tolist() == [[0.5, 6], [2, 6]]  # without HeurpFedLA
     assert above.get_title() == "classes4"
+    labels = [text.get_text() for text in above.get_legend().get_texts()]
+    assert labels == ["local, before", "pFedLA, before", "pFedLA, after"]
 
 
 def test_weights_in_figure_7_are_means_over_seeds(monkeypatch):

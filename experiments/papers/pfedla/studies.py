@@ -219,7 +219,8 @@ def draw_rates(numbers: dict[str, Any]) -> Figure:
             above.errorbar([*swept], means, spread, fmt=style, color=BLUE, label=f"pFedLA, {when}")
         for name, colour in (("fedavg", "black"), ("local", ORANGE)):
             if name in rows:
-                above.axhline(rows[name]["before"]["mean"], color=colour, ls=":", label=name)
+                level = rows[name]["before"]["mean"]
+                above.axhline(level, color=colour, ls=":", label=f"{name}, before")
         for layer, colour in zip(next(iter(swept.values()))["peers"], COLOURS, strict=False):
             values = [row["peers"][layer] for row in swept.values()]
             below.plot([*swept], values, "o-", color=colour, label=layer)
