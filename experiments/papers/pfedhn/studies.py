@@ -2,10 +2,9 @@
 
 python -m experiments.studies pfedhn novel --dataset=cifar10 --rounds=1000 --seeds=3
 
---rounds is the number of communication steps. LG-FedAvg gets 1.2 times that number. Local trains
-each client for 0.4 times that number of local steps. A study has 60 steps on the embedded digits,
-with few values and methods. --paper sets the paper's 5,000, its dataset, clients, three seeds,
-values and methods. Numbers are means over seeds.
+--rounds is the number of communication steps. A study has 60 on the embedded digits, with few
+values and methods. --paper sets the paper's 5,000, its dataset, clients, three seeds, values and
+methods. Numbers are means over seeds.
 
 spectral  with and without spectral normalisation (table 4; --paper: CIFAR-10, 50 clients)
 novel    figures 2 and 7: clients that join after training, more and more unlike the others
