@@ -12,6 +12,9 @@ missing or its network is too large. --scale=full takes the published settings a
 each with its own partition. Settings that are not as published are printed below the table. --cells
 takes rows and columns, with * for anything: pfedla, cifar10-n10, pfedla/cifar10-n10. Runs in --out
 are found by their settings.
+
+In pFedHN's tables --rounds is the number of communication steps. LG-FedAvg gets 1.2 times that
+number. Local trains each client for 0.4 times that number of local steps.
 """
 
 import fnmatch
@@ -304,11 +307,22 @@ def reproduce(options: Options) -> int:
     return status
 
 
+def refuse_ignored(flag_values: Any) -> None:
+    """Raises UsageError for a flag that --record or --summary, which have all tables, ignores."""
+    used = {"record": {"out"}, "summary": {"format"}}
+    for name in (name for name in used if flag_values[name].value):
+        others = {*Options._fields, *used, "set"} - {"changes", "data_dir", name} - used[name]
+        ignored = sorted(other for other in others if not flag_values[other].using_default_value)
+        if ignored:
+            raise UsageError(f"--{name} is for all tables and cells; leave --{ignored[0]} out")
+
+
 def main(argv: Sequence[str]) -> None:
     """Runs the command line."""
     if len(argv) > 1:
         raise UsageError(f"{argv[1]!r} is no flag; name a table as --table=NAME")
     flag_values = flags.FLAGS
+    refuse_ignored(flag_values)
     if flag_values.record:
         return print("\n".join(record.record(TABLES, Path(flag_values.out), agreement.RESULTS)))
     if flag_values.summary:

@@ -1,6 +1,7 @@
 """`reproduce`: its page of published and measured numbers, and its runs."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -198,6 +199,29 @@ def test_a_run_is_shared_by_its_cells(tmp_path, no_emnist, runs, capsys):
     assert not options.out.exists()
     assert len(runs) == 5
     assert capsys.readouterr().out.count("cannot be run") == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "ignored"),
+    [
+        ("record", {"table": "pfedla/table1", "out": "runs"}, "table"),
+        ("record", {"summary": True}, "summary"),
+        ("summary", {"seeds": 5, "format": "markdown"}, "seeds"),
+        ("summary", {"format": "markdown"}, None),
+        ("record", {"out": "runs", "data_dir": "data"}, None),
+    ],
+)
+def test_flags_of_single_tables_are_refused_for_all_tables(name, given, ignored):
+    given = {name: True} | given
+    flag_values = {
+        flag: SimpleNamespace(value=given.get(flag), using_default_value=flag not in given)
+        for flag in {*Options._fields, "set", "record", "summary"}
+    }
+    if ignored is None:
+        reproduce.refuse_ignored(flag_values)
+    else:
+        line = message(reproduce.refuse_ignored, flag_values)
+        assert line == f"--{name} is for all tables and cells; leave --{ignored} out"
 
 
 def test_reference_runs_are_refused(tmp_path, no_emnist, runs):
