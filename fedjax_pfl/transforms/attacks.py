@@ -15,15 +15,16 @@ On an attacker's own upload, before the server checks its norm:
 On the uploads of all attackers of a round, equal for all of them. With mean μ and standard
 deviation σ of each number over the honest clients that arrived (the attackers see all):
   little_is_enough  μ − s σ; s is the largest z that hides the attack if unset: Φ(z) =
-                    (n − a − h) / (n − a) with n clients, a attackers and h = ⌊n/2 + 1⌋ − a, and 0
-                    if that is negative (Baruch et al., 2019)
+                    (n − a − h) / (n − a) with n clients, a attackers and h = ⌊n/2 + 1⌋ − a, but at
+                    least 0 and, if attackers are the majority, 4.75 (Baruch et al., 2019)
   min_max           μ − γ σ with the largest γ ≥ 0 for which no honest upload is farther away than
                     the two most distant honest uploads are apart (Shejwalkar and Houmansadr, 2021)
 
-Deviations: attackers of the last two kinds see honest uploads after compression and noise, and
-`max_update_norm` does not apply to their uploads. Baruch et al. estimate μ and σ from the
-attackers' own examples. Shejwalkar and Houmansadr search γ by halving steps; here a formula gives
-it. Variances of BatchNorm are kept at 0 or above. Masks and counters are as in an honest upload.
+Deviations: attackers of the last two kinds see honest uploads after compression and noise. The
+server does not check their uploads, not even against `max_update_norm`. Baruch et al. estimate μ
+and σ from the attackers' own examples. Shejwalkar and Houmansadr search γ by halving steps; here a
+formula gives it. Variances of BatchNorm are kept at 0 or above. Masks and counters are as in an
+honest upload.
 """
 
 from collections.abc import Callable, Collection, Iterable

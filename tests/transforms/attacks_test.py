@@ -82,6 +82,11 @@ def test_joint_attacks_equal_their_formulas():
     # One attacker of 8 would need 4 helpers among 7: z = Φ⁻¹(3/7) is negative.
     single = run("little_is_enough", None, x, honest, attacks & (np.arange(12) < 1))
     np.testing.assert_allclose(single, mean, atol=1e-6)
+    # Four attackers of six are the majority: h = 0.
+    few = honest & (np.arange(12) < 6)
+    majority = run("little_is_enough", None, x, few, attacks)
+    expected = x[few].mean(0) - 4.753 * x[few].std(0, ddof=1)
+    np.testing.assert_allclose(majority, expected, rtol=1e-3, atol=1e-3)
     value = np.float64(run("min_max", None, x, honest, attacks))
     largest = max(np.linalg.norm(a - b) for a in honest_x for b in honest_x)
     np.testing.assert_allclose(max(np.linalg.norm(value - a) for a in honest_x), largest, rtol=1e-5)
