@@ -176,8 +176,8 @@ def _adds_up(path: tuple[Any, ...]) -> bool:
 
 
 def _is_exact(leaf: Any) -> bool:
-    """Returns True unless the dtype is floating: masks and counters are not compressed."""
-    return not jnp.issubdtype(leaf.dtype, jnp.floating)
+    """Returns True for what is not compressed: masks, counters and arrays without elements."""
+    return not leaf.size or not jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def _compressed_traffic(
@@ -193,7 +193,7 @@ def _compressed_traffic(
     """
     up: dict[str, Any] = {}
     for layer, leaves in trees.layers(upload).items():
-        full = sum(map(trees.leaf_bytes, leaves))
+        full = max(1, sum(map(trees.leaf_bytes, leaves)))
         compressed = sum(
             trees.leaf_bytes(x)
             if _is_exact(x)

@@ -193,6 +193,22 @@ def test_the_error_includes_the_rounding_of_bfloat16():
     assert (sent % 1).any()
 
 
+@pytest.mark.parametrize("settings", [{"bits": 8}, {"top_k": 0.5}])
+def test_arrays_without_elements_are_sent_as_they_are(settings: dict[str, Any]):
+    """A layer of no units has such weights."""
+    data, federation = tiny.federated()
+    old = {"params": {"a": {"w": jnp.zeros((0, 3))}, "b": {"w": jnp.ones(2)}}}
+    method = scripted()._replace(
+        init=lambda key, start=None: State(old, (), jnp.arange(6)),
+        train=lambda payload, client, ctx: ClientResult(payload, payload, client, {}),
+    )
+    algorithm = compression(federation, data, **settings)(method)
+    client = jax.tree.map(lambda leaf: leaf[0], algorithm.init(KEY).clients)
+    upload = algorithm.train(old, client, ClientContext(0, (), 0, KEY)).upload
+    chex.assert_trees_all_equal(upload, old)
+    assert algorithm.traffic(old, upload).up["a"] == 0
+
+
 def test_values_that_are_computed_anew_are_sent_as_they_are():
     """Each sent entry is the value or 0; a change that the server adds catches up instead."""
     data, federation = tiny.federated()
