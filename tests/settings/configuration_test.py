@@ -17,7 +17,7 @@ from fedjax_pfl.data import SPLITS, partition_settings, source_settings
 from fedjax_pfl.networks.lowerings.conv import lowering
 from fedjax_pfl.runs import build, runner
 from fedjax_pfl.settings import configuration
-from fedjax_pfl.settings.differences import differences
+from fedjax_pfl.settings.differences import differences, only_adds_rounds
 from fedjax_pfl.settings.general import SETTINGS
 
 TINY = {
@@ -241,6 +241,15 @@ def test_differences_in_a_group_count_also_under_the_name_of_a_resumable_setting
     )
     assert differences(start, last) == ["fedfomo.reference ('start' there, 'last' here)"]
     assert differences(start, {**start, "reference": True}) == []
+
+
+def test_only_the_last_phase_can_have_more_rounds():
+    def resolved(first, last):
+        return configuration.resolve(checked({"phases": [{"rounds": first}, {"rounds": last}]}))
+
+    assert only_adds_rounds(resolved(2, 3), resolved(2, 4))
+    for first, last in ((2, 3), (2, 2), (3, 3), (3, 4)):
+        assert not only_adds_rounds(resolved(2, 3), resolved(first, last))
 
 
 def test_building_compiles_nothing(caplog):
