@@ -159,11 +159,14 @@ def main(
                 f"--set={change} gives all {SEEDS.value} runs one seed; leave it out, or give "
                 "--seeds=1"
             )
+    out = Path(OUT.value)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out={out} cannot be written ({error.strerror})") from None
     numbers, figure = studies[argv[1]]()
     if stated := readable(paper, argv[1]):
         numbers["published"] = stated
-    out = Path(OUT.value)
-    out.mkdir(parents=True, exist_ok=True)
     stem = f"{argv[1]}-{DATASET.value}"
     facts = {
         "study": argv[1],

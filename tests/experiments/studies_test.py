@@ -190,6 +190,14 @@ def test_changes_that_labels_do_not_show_are_refused(change, tmp_path, parse):
     )
 
 
+def test_a_folder_that_cannot_be_made_is_told_before_training(tmp_path, parse):
+    (tmp_path / "file").touch()
+    parse(f"--out={tmp_path / 'file'}")
+    study = {"study": lambda: pytest.fail("it trains")}
+    line = message(common.main, study, "", ["x", "study"], "pfedla", {"": common.Length(20, 50)})
+    assert line == f"--out={tmp_path / 'file'} cannot be written (File exists)"
+
+
 def test_changes_of_settings_are_refused_where_there_are_none(monkeypatch, parse):
     """The study of distances trains without a configuration."""
     parse("--set=learning_rate=0.5")
