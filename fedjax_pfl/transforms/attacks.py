@@ -44,7 +44,7 @@ from fedjax_pfl.core.algorithm import (
     PyTree,
     State,
 )
-from fedjax_pfl.core.errors import UsageError, require, require_one_of
+from fedjax_pfl.core.errors import UsageError, require, require_above, require_one_of
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.core.groups import group_algorithms, has_groups
 from fedjax_pfl.core.setting import Limits, Setting, UsedWith
@@ -68,6 +68,7 @@ _KEY = (1 << 30) + 3  # folded into the key; differs from those of other transfo
 
 def attackers(federation: Federation, share: float, seed: int = 0) -> np.ndarray:
     """Returns bool [N]: the attackers, round(share · active clients) of the active clients."""
+    require(0 <= share <= 1, f"share is {share}; it must be from 0 to 1")
     active = np.flatnonzero(federation.active)
     order = np.random.default_rng([seed, SEED]).permutation(active)
     return np.isin(np.arange(federation.clients), order[: round(share * len(active))])
@@ -84,10 +85,12 @@ def attack_uploads(
     Args:
       is_attacker: bool [N], such as from `attackers`.
       kind: One of `ON_UPLOAD` or `ON_COHORT`.
-      strength: s of the attack; None: its default.
+      strength: s of the attack, above 0; None: its default. Only None for min_max.
       private: Layers that `private_layers` keeps on the client. They stay as they are.
     """
     require_one_of("kind", kind, (*ON_UPLOAD, *ON_COHORT))
+    require_above("strength", strength, 0)
+    require(strength is None or kind != "min_max", "min_max has no strength; leave it out")
     # The id of an absent client is N.
     is_attacker_or_absent = np.append(is_attacker, True)
 

@@ -235,6 +235,15 @@ def test_unsuitable_examples_are_refused():
         attack_uploads(IS_ATTACKER, "label_flip")
 
 
+def test_arguments_out_of_range_are_refused():
+    with pytest.raises(UsageError, match=r"share is -0.1; it must be from 0 to 1"):
+        attackers(FEDERATION, -0.1)
+    with pytest.raises(UsageError, match="strength is 0; it must be above 0"):
+        attack_uploads(IS_ATTACKER, "sign_flip", 0)
+    with pytest.raises(UsageError, match="min_max has no strength; leave it out"):
+        attack_uploads(IS_ATTACKER, "min_max", 2.0)
+
+
 def test_settings_select_the_transform():
     defaults = {name: s.default_value for name, s in ATTACK.settings.items()}
     context = transforms.TransformContext(tiny.Net(), FEDERATION, DATA, {})
