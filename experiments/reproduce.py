@@ -307,14 +307,18 @@ def reproduce(options: Options) -> int:
     return status
 
 
-def refuse_ignored(flag_values: Any) -> None:
+def refuse_ignored(flag_values: flags.FlagValues) -> None:
     """Raises UsageError for a flag that --record or --summary, which have all tables, ignores."""
-    used = {"record": {"out"}, "summary": {"format"}}
-    for name in (name for name in used if flag_values[name].value):
-        others = {*Options._fields, *used, "set"} - {"changes", "data_dir", name} - used[name]
-        ignored = sorted(other for other in others if not flag_values[other].using_default_value)
-        if ignored:
-            raise UsageError(f"--{name} is for all tables and cells; leave --{ignored[0]} out")
+    for name, used in (("record", "out"), ("summary", "format")):
+        ignored = {*Options._fields, "set", "record", "summary"} - {
+            name,
+            used,
+            "changes",
+            "data_dir",
+        }
+        given = sorted(flag for flag in ignored if not flag_values[flag].using_default_value)
+        if flag_values[name].value and given:
+            raise UsageError(f"--{name} is for all tables and cells; leave --{given[0]} out")
 
 
 def main(argv: Sequence[str]) -> None:

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ml_collections import ConfigDict
+
 from experiments.papers import gaps, picture
 from experiments.papers.agreement import CELLS, SEEDS, load
 from experiments.papers.picture import Curves
@@ -48,9 +50,9 @@ def find(table: Table, folder: Path) -> list[CellRuns]:
         runs.setdefault(_key(run.config, defaults), []).append(run)
     cell_runs = []
     for cell in cells_of(table):
-        config = table.settings(cell.row, cell.column, table.dataset(cell.column), None)
+        config = _published_settings(table, cell)
         settings = run_reader.as_json(configuration.resolve(config))
-        published = sum(phase.rounds for phase in configuration.phases(config))
+        published = published_rounds(table, cell)
         by_seed: dict[int, run_reader.Run] = {}
         for run in sorted(runs.get(_key(settings, defaults), []), key=_preference):
             if _end(run) <= published:
@@ -58,6 +60,15 @@ def find(table: Table, folder: Path) -> list[CellRuns]:
         if by_seed:
             cell_runs.append(CellRuns(cell, by_seed, published))
     return cell_runs
+
+
+def published_rounds(table: Table, cell: Cell) -> int:
+    """Returns the rounds of all phases in the published settings of a cell."""
+    return sum(phase.rounds for phase in configuration.phases(_published_settings(table, cell)))
+
+
+def _published_settings(table: Table, cell: Cell) -> ConfigDict:
+    return table.settings(cell.row, cell.column, table.dataset(cell.column), None)
 
 
 def _end(run: run_reader.Run) -> int:

@@ -6,9 +6,11 @@ import pytest
 
 from experiments import reproduce
 from experiments.papers import agreement, picture, record
+from experiments.papers.table import cells_of
 from experiments.papers.tables import TABLES
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.settings import configuration
+from tests.experiments.reproduce_test import FlagValues
 from tests.report.comparison_test import write_run as write_comparison_run
 
 NAME = "pfedla/table1"
@@ -317,7 +319,16 @@ def test_nothing_is_written_without_finished_runs(tmp_path, results):
 
 def test_the_command_prints_the_recorded_cells(monkeypatch, capsys):
     monkeypatch.setattr(record, "record", lambda tables, folder, results: [f"{folder}: all"])
-    flag_values = {"record": True, "out": "runs/full", "summary": False, "format": "text"}
-    monkeypatch.setattr(reproduce.flags, "FLAGS", type("Flags", (), flag_values))
+    monkeypatch.setattr(reproduce.flags, "FLAGS", FlagValues({"record": True, "out": "runs/full"}))
     reproduce.main(["reproduce"])
     assert capsys.readouterr().out == "runs/full: all\n"
+
+
+def test_recorded_cells_have_the_published_lengths_of_the_tables():
+    recorded = agreement.load(agreement.RESULTS)["cells"]
+    assert len(recorded) > 90
+    for entry in recorded:
+        table = TABLES[entry["table"]]
+        place = (entry["row"], entry["column"])
+        cell = next(c for c in cells_of(table) if (c.row, c.column) == place)
+        assert entry["published_rounds"] == record.published_rounds(table, cell), place

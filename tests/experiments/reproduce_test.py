@@ -201,6 +201,19 @@ def test_a_run_is_shared_by_its_cells(tmp_path, no_emnist, runs, capsys):
     assert capsys.readouterr().out.count("cannot be run") == 4
 
 
+class FlagValues(dict):
+    """Holds the flags of `reproduce` by name with the given values, as absl does."""
+
+    def __init__(self, given):
+        for flag in {*Options._fields, "set", "record", "summary"}:
+            self[flag] = SimpleNamespace(
+                value=given.get(flag), using_default_value=flag not in given
+            )
+
+    def __getattr__(self, name):
+        return self[name].value
+
+
 @pytest.mark.parametrize(
     ("name", "given", "ignored"),
     [
@@ -212,11 +225,7 @@ def test_a_run_is_shared_by_its_cells(tmp_path, no_emnist, runs, capsys):
     ],
 )
 def test_flags_of_single_tables_are_refused_for_all_tables(name, given, ignored):
-    given = {name: True} | given
-    flag_values = {
-        flag: SimpleNamespace(value=given.get(flag), using_default_value=flag not in given)
-        for flag in {*Options._fields, "set", "record", "summary"}
-    }
+    flag_values = FlagValues(given | {name: True})
     if ignored is None:
         reproduce.refuse_ignored(flag_values)
     else:
