@@ -309,14 +309,10 @@ def reproduce(options: Options) -> int:
 
 def refuse_ignored(flag_values: flags.FlagValues) -> None:
     """Raises UsageError for a flag that --record or --summary, which have all tables, ignores."""
+    of_one_table = {*Options._fields, "set", "record", "summary"} - {"changes", "data_dir"}
     for name, used in (("record", "out"), ("summary", "format")):
-        ignored = {*Options._fields, "set", "record", "summary"} - {
-            name,
-            used,
-            "changes",
-            "data_dir",
-        }
-        given = sorted(flag for flag in ignored if not flag_values[flag].using_default_value)
+        others = of_one_table - {name, used}
+        given = sorted(flag for flag in others if not flag_values[flag].using_default_value)
         if flag_values[name].value and given:
             raise UsageError(f"--{name} is for all tables and cells; leave --{given[0]} out")
 

@@ -62,7 +62,7 @@ def _sgd(value_of: ValueOf) -> optax.GradientTransformation:
 def _adam(value_of: ValueOf) -> optax.GradientTransformation:
     """Returns Adam without learning rate from settings; b2 is 0.999 and eps 1e-8 if unset."""
     b2, eps = _value_or(value_of, "b2", 0.999), _value_or(value_of, "eps", 1e-8)
-    return with_dtype_promotion(optax.scale_by_adam(value_of("b1"), b2, eps))
+    return in_float32(with_dtype_promotion(optax.scale_by_adam(value_of("b1"), b2, eps)))
 
 
 def _adamw(value_of: ValueOf) -> optax.GradientTransformation:
@@ -72,7 +72,7 @@ def _adamw(value_of: ValueOf) -> optax.GradientTransformation:
 
 
 def _adagrad(value_of: ValueOf) -> optax.GradientTransformation:
-    return optax.scale_by_rss(eps=_value_or(value_of, "eps", 1e-7))
+    return in_float32(optax.scale_by_rss(eps=_value_or(value_of, "eps", 1e-7)))
 
 
 def _rmsprop(value_of: ValueOf) -> optax.GradientTransformation:
@@ -81,7 +81,7 @@ def _rmsprop(value_of: ValueOf) -> optax.GradientTransformation:
     `value_of` maps the name of a setting to its value.
     """
     scaled = optax.scale_by_rms(_value_or(value_of, "b2", 0.9), _value_or(value_of, "eps", 1e-8))
-    return optax.chain(scaled, sgd(value_of("momentum")))
+    return optax.chain(in_float32(scaled), sgd(value_of("momentum")))
 
 
 OPTIMIZERS: dict[str, Callable[[ValueOf], optax.GradientTransformation]] = {
@@ -95,7 +95,7 @@ OPTIMIZERS: dict[str, Callable[[ValueOf], optax.GradientTransformation]] = {
 
 def with_rate(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Converts an optax optimiser, whose updates are added, to one whose updates are subtracted."""
-    return optax.chain(with_dtype_promotion(optimizer), optax.scale(-1.0))
+    return optax.chain(in_float32(with_dtype_promotion(optimizer)), optax.scale(-1.0))
 
 
 def with_dtype_promotion(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -109,6 +109,24 @@ def with_dtype_promotion(optimizer: optax.GradientTransformation) -> optax.Gradi
             return optimizer.update(updates, state, params)
 
     return optax.GradientTransformation(optimizer.init, update)
+
+
+def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns the optimiser with its state in float32 if parameters are bfloat16.
+
+    With 8 bits, β2 = 0.999 is 1, and v + (1 − β2) g² often equals v. Updates have the dtype of the
+    gradients.
+    """
+
+    def init(params: PyTree) -> PyTree:
+        return optimizer.init(trees.at_least_float32(params))
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        wide_updates, wide_params = trees.at_least_float32((updates, params))
+        new_updates, state = optimizer.update(wide_updates, state, wide_params)
+        return trees.with_dtypes(new_updates, updates), state
+
+    return optax.GradientTransformation(init, update)
 
 
 def per_entry(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -183,6 +183,11 @@ def with_dtypes(tree: PyTree, like: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf, model: leaf.astype(model.dtype), tree, like)
 
 
+def at_least_float32(tree: PyTree) -> PyTree:
+    """Returns the tree with narrower leaves, such as bfloat16, as float32."""
+    return jax.tree.map(offload.widened, tree)
+
+
 def _floating_leaves(tree: PyTree) -> list[Any]:
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
 

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, PyTree, State
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.core.setting import Limits, Role, Setting, UsedWith
@@ -98,13 +99,13 @@ def server_optimizer(data: FederatedData, optimizer: optax.GradientTransformatio
 
         def first(server: PyTree) -> Server:
             params = without_records(server)["params"]
-            return Server(server, optimizer.init(_at_least_float32(params)))
+            return Server(server, optimizer.init(trees.at_least_float32(params)))
 
         def receive(record: Server, state: State, cohort: Cohort) -> tuple[Server, PyTree]:
             # Inner transforms, such as adaptive clipping, may keep records around the model.
             inner, rows = algorithm.receive(state, cohort)
             mean, old = without_records(inner), without_records(state.server)["params"]
-            wide_mean, wide_old = _at_least_float32((mean["params"], old))
+            wide_mean, wide_old = trees.at_least_float32((mean["params"], old))
             delta = jax.tree.map(jnp.subtract, wide_mean, wide_old)
             gradient = jax.tree.map(jnp.negative, delta)
             steps, optimizer_state = optimizer.update(gradient, record.optimizer, wide_old)
@@ -116,13 +117,6 @@ def server_optimizer(data: FederatedData, optimizer: optax.GradientTransformatio
         return with_server_state(algorithm, Server, first, receive)
 
     return transform
-
-
-def _at_least_float32(tree: PyTree) -> PyTree:
-    """Returns the tree with bfloat16 and float16 leaves as float32."""
-    return jax.tree.map(
-        lambda x: x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x, tree
-    )
 
 
 def _apply_step(old: jax.Array, step: jax.Array, delta: jax.Array, mean: jax.Array) -> jax.Array:

@@ -110,6 +110,28 @@ def test_optax_optimizer_with_learning_rate():
     chex.assert_trees_all_close(params, loop(clipped, sums)[0], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [*map(by_name, ("adam", "adamw", "adagrad", "rmsprop")), optimizers.with_rate(optax.adam(1.0))],
+)
+def test_state_of_bfloat16_parameters_is_float32(optimizer: Any):
+    """The last update is that of float32 but for one rounding, as sums of squares lose no steps."""
+
+    def last_update(dtype: Any) -> jax.Array:
+        params = jnp.zeros(1, dtype)
+
+        def step(state: Any, gradient: jax.Array) -> Any:
+            update, state = optimizer.update(gradient[None], state, params)
+            return state, update
+
+        gradients = jnp.where(jnp.arange(600) < 100, 2.0, 0.5).astype(dtype)
+        return jax.lax.scan(step, optimizer.init(params), gradients)[1][-1]
+
+    rounded = last_update(jnp.bfloat16)
+    assert rounded.dtype == jnp.bfloat16
+    chex.assert_trees_all_close(rounded.astype(jnp.float32), last_update(jnp.float32), rtol=0.005)
+
+
 # Schedules
 
 OPTAX = {
