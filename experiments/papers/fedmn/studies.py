@@ -8,9 +8,10 @@ figure2   accuracy against traffic: FedMN with 1 x a x b blocks, FedAvg on MLPs 
           --blocks=8, and with --paper --blocks=8,9,10
 paths     the routes by which each client is served
 grouping  three groups of clients with disjoint classes: do routes find the groups?
-conflict  two groups see the same images under different labels: FedMN, FedMN by correlation,
-          Local, FedAvg and FedPer. --labels=other: of five classes, class c is c + 5 in the second
-          group. --labels=next: of ten classes, each has the label of the next in the second group
+conflict  two groups give images of the same classes different labels: FedMN, FedMN by
+          correlation, Local, FedAvg and FedPer. --labels=other: of five classes, class c is c + 5
+          in the second group. --labels=next: of ten classes, each has the label of the next in the
+          second group
 gates     entropy of the gates and active blocks over the rounds
 """
 
