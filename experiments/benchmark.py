@@ -368,10 +368,10 @@ def report(results: Mapping[str, Any]) -> str:
         lines += [text_tables.text([kernels.table(profiled)]), ""]
     kept_seconds = results.get("compile", {}).get("kept", {})
     compiled = {"nothing": results["compile_seconds"], "programs": kept_seconds}
-    for kept, seconds in compiled.items():
+    for contents, seconds in compiled.items():
         if seconds:
             text = ", ".join(f"{key} {value} s" for key, value in seconds.items())
-            lines.append(f"To compile the default configurations, {kept} kept: {text}.")
+            lines.append(f"To compile the default configurations, {contents} kept: {text}.")
     if text := turns.constant(results["items"]):
         lines.append(text)
     return "\n".join([*lines, conditions(results)])

@@ -311,10 +311,13 @@ def refuse_ignored(flag_values: flags.FlagValues) -> None:
     """Raises UsageError for a flag that --record or --summary, which have all tables, ignores."""
     of_one_table = {*Options._fields, "set", "record", "summary"} - {"changes", "data_dir"}
     for name, used in (("record", "out"), ("summary", "format")):
-        others = of_one_table - {name, used}
-        given = sorted(flag for flag in others if not flag_values[flag].using_default_value)
-        if flag_values[name].value and given:
-            raise UsageError(f"--{name} is for all tables and cells; leave --{given[0]} out")
+        ignored = sorted(
+            flag
+            for flag in of_one_table - {name, used}
+            if not flag_values[flag].using_default_value
+        )
+        if flag_values[name].value and ignored:
+            raise UsageError(f"--{name} is for all tables and cells; leave --{ignored[0]} out")
 
 
 def main(argv: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -183,3 +184,11 @@ def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return server.getsockname()[1]
+
+
+class Flags(SimpleNamespace):
+    """Stands for `flags.FLAGS`; a flag that is not given is None, its default."""
+
+    def __getitem__(self, name):
+        is_default = not hasattr(self, name)
+        return SimpleNamespace(value=getattr(self, name, None), using_default_value=is_default)

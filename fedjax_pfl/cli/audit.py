@@ -28,8 +28,8 @@ def define_flags(options: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "clients",
         None,
-        "Clients whose membership is inferred, such as 0,3-5; images are those of the one with the "
-        f"lowest number. Unset: the first {_DEFAULT_CLIENTS}.",
+        "Clients whose membership is inferred, such as 0,3-5. The images belong to the client "
+        f"with the lowest number. Unset: the first {_DEFAULT_CLIENTS}.",
         flag_values=options,
     )
     flags.DEFINE_integer(

@@ -375,7 +375,7 @@ def evaluate(
         outputs = predict(variables, batch.x)
 
         def masked_sum(values: jax.Array) -> jax.Array:
-            # A task of the user may return bfloat16, in which sums lose examples.
+            # A task of the user may return bfloat16, and its sums would lose examples.
             values = offload.widened(values)
             mask = batch.mask.reshape(batch.mask.shape + (1,) * (values.ndim - 1))
             return jnp.sum(jnp.where(mask, values, 0.0), 0)

@@ -25,9 +25,9 @@ def _differences(
     defaults: Mapping[str, Any],
     ignored: Collection[str] = (),
 ) -> list[str]:
-    """Returns the lines of `differences`, without those of the settings in `ignored`.
+    """Returns the lines of `differences` for all settings but `ignored`.
 
-    The settings of a group, such as fedfomo.reference, count whatever their names.
+    Settings of a group, such as fedfomo.reference, are never ignored.
     """
     lines: list[str] = []
     for key in sorted({*old, *new} - {*ignored}):

@@ -176,7 +176,7 @@ def _adds_up(path: tuple[Any, ...]) -> bool:
 
 
 def _is_exact(leaf: Any) -> bool:
-    """Returns True for what is not compressed: masks, counters and arrays without elements."""
+    """Returns True for masks, counters and arrays without elements, which are not compressed."""
     return not leaf.size or not jnp.issubdtype(leaf.dtype, jnp.floating)
 
 

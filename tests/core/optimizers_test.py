@@ -115,7 +115,7 @@ def test_optax_optimizer_with_learning_rate():
     [*map(by_name, ("adam", "adamw", "adagrad", "rmsprop")), optimizers.with_rate(optax.adam(1.0))],
 )
 def test_state_of_bfloat16_parameters_is_float32(optimizer: Any):
-    """The last update is that of float32 but for one rounding, as sums of squares lose no steps."""
+    """The last update is the float32 update, rounded once: sums of squares lose no steps."""
 
     def last_update(dtype: Any) -> jax.Array:
         params = jnp.zeros(1, dtype)

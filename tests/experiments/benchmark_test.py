@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import textwrap
-import types
 from pathlib import Path
 
 import jax
@@ -19,7 +18,7 @@ from experiments.libraries.rivals import Child, Gone
 from experiments.libraries.work import Work
 from fedjax_pfl.core import local_training
 from fedjax_pfl.networks import MLP, DropoutCNN, LeNet, ResNet9
-from tests.commands import message
+from tests.commands import Flags, message
 from tests.experiments.turns_test import item
 
 NO_TORCH = "NOT TESTED: PyTorch is not installed, so the PyTorch loop cannot run"
@@ -220,13 +219,6 @@ def test_conditions_differ_between_items():
     )
     compiled = {**results(mlp=old), "compile_seconds": {"pfedla": 1.0}, "compile": new}
     assert "; quiet (compile); commit abc (mlp); commit def" in benchmark.conditions(compiled)
-
-
-class Flags(types.SimpleNamespace):
-    """Stands for `flags.FLAGS`; a flag that is not given is None."""
-
-    def __getitem__(self, name):
-        return types.SimpleNamespace(value=getattr(self, name, None))
 
 
 def test_added_results_keep_their_conditions(tmp_path, monkeypatch, capsys):

@@ -9,7 +9,7 @@ from experiments.papers.factorized_fl import studies as factorized_fl
 
 
 def test_cosines_of_clients_are_means_over_seeds(monkeypatch):
-    """Two clients with cosines 0.2 and 0.6 in both evaluations; the picture has those of seed 0."""
+    """Two clients with cosines 0.2 and 0.6 in both evaluations; the picture shows seed 0."""
 
     def run(cosine):
         cosines = [np.array([[1.0, cosine], [cosine, 1.0]])] * 2

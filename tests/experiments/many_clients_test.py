@@ -12,8 +12,7 @@ from absl import flags
 from experiments import many_clients
 from experiments.libraries.rivals import Gone
 from fedjax_pfl.simulation.cohort_examples import cohort_data
-from tests.commands import message
-from tests.experiments.benchmark_test import Flags
+from tests.commands import Flags, message
 
 CHECKOUTS = Path(__file__).parents[1] / "checkouts"
 ROW = {

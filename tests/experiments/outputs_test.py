@@ -5,8 +5,7 @@ from absl import flags
 
 from experiments import agree, outputs, scaling
 from experiments.libraries import rivals
-from tests.commands import message
-from tests.experiments.benchmark_test import Flags
+from tests.commands import Flags, message
 
 LINE = "--out=/nowhere/a.json is in no folder that exists"
 

@@ -10,7 +10,7 @@ from experiments.papers.table import cells_of
 from experiments.papers.tables import TABLES
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.settings import configuration
-from tests.experiments.reproduce_test import FlagValues
+from tests.commands import Flags
 from tests.report.comparison_test import write_run as write_comparison_run
 
 NAME = "pfedla/table1"
@@ -319,7 +319,7 @@ def test_nothing_is_written_without_finished_runs(tmp_path, results):
 
 def test_the_command_prints_the_recorded_cells(monkeypatch, capsys):
     monkeypatch.setattr(record, "record", lambda tables, folder, results: [f"{folder}: all"])
-    monkeypatch.setattr(reproduce.flags, "FLAGS", FlagValues({"record": True, "out": "runs/full"}))
+    monkeypatch.setattr(reproduce.flags, "FLAGS", Flags(record=True, out="runs/full"))
     reproduce.main(["reproduce"])
     assert capsys.readouterr().out == "runs/full: all\n"
 

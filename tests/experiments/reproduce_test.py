@@ -1,7 +1,6 @@
 """`reproduce`: its page of published and measured numbers, and its runs."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +12,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import runner
 from fedjax_pfl.runs.interrupt import Stopped
 from fedjax_pfl.settings import configuration
-from tests.commands import message
+from tests.commands import Flags, message
 from tests.report.comparison_test import write_run as write_comparison_run
 
 FULL = Options("pfedla/table1", "full", ("local/cifar10-n10", "*avg/cifar10-n10"), 2, rounds=60)
@@ -201,19 +200,6 @@ def test_a_run_is_shared_by_its_cells(tmp_path, no_emnist, runs, capsys):
     assert capsys.readouterr().out.count("cannot be run") == 4
 
 
-class FlagValues(dict):
-    """Holds the flags of `reproduce` by name with the given values, as absl does."""
-
-    def __init__(self, given):
-        for flag in {*Options._fields, "set", "record", "summary"}:
-            self[flag] = SimpleNamespace(
-                value=given.get(flag), using_default_value=flag not in given
-            )
-
-    def __getattr__(self, name):
-        return self[name].value
-
-
 @pytest.mark.parametrize(
     ("name", "given", "ignored"),
     [
@@ -225,7 +211,7 @@ class FlagValues(dict):
     ],
 )
 def test_flags_of_single_tables_are_refused_for_all_tables(name, given, ignored):
-    flag_values = FlagValues(given | {name: True})
+    flag_values = Flags(**given | {name: True})
     if ignored is None:
         reproduce.refuse_ignored(flag_values)
     else:
