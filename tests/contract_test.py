@@ -35,10 +35,10 @@ def methods(quick: Collection[str], slow: Collection[str], reason: str) -> Any:
 
 def methods_and_rules() -> Any:
     """Pairs every method with every rule; most pairs are slow, except shapes."""
-    slow = pytest.mark.slow("two to four programs for a method whose structure another one has")
+    slow = pytest.mark.slow("two to four programs for each of many methods")
 
     def parameters(name: str, rule: str) -> Any:
-        quick = name in cases.STRUCTURES or rule == contract.shapes_are_right.__name__
+        quick = name in (*QUICK, "pfedla") or rule == contract.shapes_are_right.__name__
         return (name, rule) if quick else pytest.param(name, rule, marks=slow)
 
     pairs = [parameters(name, rule.__name__) for name in NAMES for rule in rules.RULES]

@@ -186,6 +186,7 @@ def texts():
     return pages | {f"{name} --help": load(name).help() for name in COMMANDS}
 
 
+@pytest.mark.slow("completes the settings of all commands")
 @pytest.mark.filterwarnings("ignore:the load_module")  # raised by the reader of config files
 def test_every_command_on_a_page_is_valid():
     """Commands, presets, settings and flags exist, and the settings are valid together."""

@@ -81,6 +81,7 @@ def read(folder: Path) -> list[np.ndarray]:
     return [np.float64(tensors[name]) for name in names]
 
 
+@pytest.mark.slow("two methods' programs")
 def test_the_ported_method_is_fedper():
     own = documents.module("from_pfllib.md", 1).own_fedper
     data, federation = tiny.federated()

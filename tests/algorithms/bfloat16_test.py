@@ -29,7 +29,7 @@ class Narrow(nn.Module):
 
 
 # Methods that mix models in different ways.
-QUICK = ("apfl", "factorized_fl", "fedavg", "fedfomo", "pefll", "pfedla", "scaffold")
+QUICK = ("apfl", "factorized_fl", "fedavg", "fedfomo", "scaffold")
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,10 @@ def served(algorithm: Algorithm, rounds: int) -> tuple[Any, Any]:
     return jax.device_get(jax.vmap(model)(jnp.arange(FEDERATION.clients))), state
 
 
-@pytest.mark.parametrize("kind", ["privacy", "compression"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("privacy", marks=pytest.mark.slow("the other kind is quick")), "compression"],
+)
 def test_a_client_that_retains_all_layers_trains_alone(kind: str):
     training = local_training.sgd(learning_rate=0.1, batch_size=4, epochs=1)
     layers = len(tiny.Net().layers)

@@ -124,6 +124,7 @@ def test_without_descriptors_clients_train_as_with_fedavg():
     chex.assert_trees_all_equal(*models)
 
 
+@pytest.mark.slow("two programs")
 def test_absent_clients_do_not_count():
     algorithm, data = make([X] * 2, [Y] * 2)
     state = algorithm.init(linear.KEY)

@@ -10,6 +10,7 @@ from tests.deploy.run_test import CONFIG, Nodes
 TWO_ROUNDS = {**CONFIG, "rounds": 2, "evaluate_after": False}
 
 
+@pytest.mark.slow("three runs of nodes")
 def test_a_run_whose_name_is_lost_does_not_enrol_its_nodes_again(tmp_path):
     """Under another name nodes would send their sums again."""
     with pytest.raises(KeyboardInterrupt):  # during the second round

@@ -88,6 +88,7 @@ def test_a_node_enrols_after_invalid_responses(name, tmp_path):
         enrol_all(HostileNodes(tmp_path, WRONG_RESPONSES[name]), tmp_path)
 
 
+@pytest.mark.slow("three runs of nodes")
 def test_only_a_valid_description_is_stored(tmp_path):
     """The run continues in the same directory when the node is honest.
 

@@ -132,7 +132,7 @@ class Silent(Nodes):
         return super().respond(i, content)
 
 
-@pytest.mark.parametrize("since", [1, 2])
+@pytest.mark.parametrize("since", [1, pytest.param(2, marks=pytest.mark.slow("the same run"))])
 def test_a_run_without_evaluation_responses_writes_a_report(since, tmp_path):
     nodes = Silent(tmp_path, 3)
     nodes.since = since
@@ -142,6 +142,7 @@ def test_a_run_without_evaluation_responses_writes_a_report(since, tmp_path):
     page.table(run_reader.read(tmp_path / "run").metrics)
 
 
+@pytest.mark.slow("three nodes with programs of their own")
 def test_a_run_with_different_files_at_the_nodes(tmp_path):
     """Inputs are normalised over all nodes, and the files number the classes."""
     rng = np.random.default_rng(0)
@@ -193,6 +194,7 @@ class Absent(Nodes):
         self.missed = {"evaluate": {2} if len(self.waits) > 1 else {1, 2}}
 
 
+@pytest.mark.slow("a run with its report")
 def test_absent_nodes_and_the_report_of_data_that_only_nodes_know(tmp_path):
     """Asks again for a round and for the last evaluation, when a node is back."""
     shared = {"dataset": "wine", "clients": 3, "partition": "iid"}

@@ -42,6 +42,7 @@ def cells(results):
     return {cell["row"]: cell for cell in record["cells"]}, text.splitlines()
 
 
+@pytest.mark.slow("compares with the settings of all tables")
 def test_a_seed_that_counts_later_keeps_its_partition(tmp_path, results):
     """Seed 0 is first shorter than seed 1 and evaluated in no common round, so it is left out."""
     for folder, runs in (("a", {0: (5,), 1: (10, 20)}), ("b", {2: (5,)})):
@@ -55,6 +56,7 @@ def test_a_seed_that_counts_later_keeps_its_partition(tmp_path, results):
     assert read.partitions == 1
 
 
+@pytest.mark.slow("compares with the settings of all tables")
 def test_runs_are_cells_by_their_settings(tmp_path, results):
     runs = tmp_path / "runs"
     runs.mkdir()

@@ -21,7 +21,13 @@ ROW = {
 }
 
 
-@pytest.mark.parametrize("name", ["pfedla", "fedamp"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("pfedla", marks=pytest.mark.slow("the same programs for another method")),
+        "fedamp",
+    ],
+)
 def test_clients_do_the_same_work_without_the_server(name: str):
     """In the first round all stored models are equal, and so is what clients download."""
     data, federation = tiny.federated()

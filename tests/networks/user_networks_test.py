@@ -30,6 +30,7 @@ class ModernNet(nnx.Module):
         return self.a(nnx.relu(self.body(x)))
 
 
+@pytest.mark.slow("programs of three networks")
 @pytest.mark.parametrize("net", [Unordered(), Masked(), ModernNet])
 def test_the_loop_trains_networks_of_ones_own(net):
     """Their personal models, applied to the test examples, have the evaluation's accuracy."""

@@ -73,6 +73,7 @@ def test_a_run_without_a_valid_digest_is_refused(tmp_path, content):
     assert re.search(r"data\.json is missing or damaged, .* copy", line)
 
 
+@pytest.mark.slow("two runs and their report")
 def test_runs_on_different_examples_are_not_compared(tmp_path):
     """Changes the file between two runs with the same settings."""
     settings = {**table(tmp_path), "rounds": 1, "batch_size": 2, "evaluate_after": False}

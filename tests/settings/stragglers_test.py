@@ -134,6 +134,7 @@ def test_a_run_without_late_clients_is_the_plain_run():
     assert timed.metrics[-1]["late"] == 0
 
 
+@pytest.mark.slow("four runs each")
 @pytest.mark.parametrize("settings", [TIMED, {**BASE, **PARTIAL, "local_epochs": 3}])
 def test_resumed_runs_and_other_devices_and_stores_give_the_same_seconds(tmp_path, settings):
     expected = runner.run(settings)
@@ -152,6 +153,7 @@ def test_resumed_runs_and_other_devices_and_stores_give_the_same_seconds(tmp_pat
         assert [(line["simulated_seconds"], line["late"]) for line in metrics] == simulated
 
 
+@pytest.mark.slow("four runs")
 def test_partial_work_with_transforms():
     """A server optimiser, compression and a private head do not change who is late."""
     plain = {**BASE, **PARTIAL, "local_epochs": 3, "rounds": 2, "dropout": 0.0}
@@ -163,6 +165,7 @@ def test_partial_work_with_transforms():
             assert line[name] == lines[0][name]
 
 
+@pytest.mark.slow("two runs")
 def test_a_deadline_that_no_client_misses_gives_the_plain_run():
     """Every client has 12 training examples, so all do equally many steps."""
     partial = runner.run({**BASE, **PARTIAL, "deadline": 1e6})

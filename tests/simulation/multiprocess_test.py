@@ -120,6 +120,7 @@ def member(cache: Path, port: int, number: int, *flags: str, **changes: object) 
     return Command(cache, coordinator, *options, *flags, **changes)
 
 
+@pytest.mark.slow("two more processes")
 def test_different_settings_in_two_processes_are_refused(cache: Path):
     port = free_port()
     commands = [member(cache, port, 0), member(cache, port, 1, seed=1, chunk=2)]

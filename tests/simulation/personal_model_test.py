@@ -12,7 +12,7 @@ from fedjax_pfl.simulation import summaries
 from fedjax_pfl.simulation.simulation import Simulation
 from tests import cases, rules
 
-QUICK = ("fedmn", "knn_per")  # read examples in compiled loops
+QUICK = ("knn_per",)  # reads examples in a compiled loop
 NAMES = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.slow("a program for each"))
     for name in cases.NAMES

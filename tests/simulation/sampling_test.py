@@ -39,6 +39,7 @@ def test_participations_are_far_apart_and_few(clients: int, cohort: int):
     assert (other != ids).any() == (cohort < clients)
 
 
+@pytest.mark.slow("programs of four stores")
 def test_every_store_samples_alike():
     examples, federation = tiny.federated()
     data = SimpleNamespace(examples=examples, federation=federation)

@@ -81,7 +81,13 @@ def test_noise_has_the_stated_variance(dtype: Any):
     assert np.abs(noise).max() > 3.5  # normal numbers drawn in bfloat16 end at 2.9
 
 
-@pytest.mark.parametrize("name", ["fedavg", "pfedhn"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fedavg",
+        pytest.param("pfedhn", marks=pytest.mark.slow("the same programs for another method")),
+    ],
+)
 def test_loose_clipping_without_noise_is_plain_training(name: str):
     def final(training: Any) -> Any:
         algorithm = getattr(algorithms, name)(NETWORK, training, FEDERATION)
