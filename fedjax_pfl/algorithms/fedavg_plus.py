@@ -33,7 +33,8 @@ def fedavg_plus(
     State and training are the same as for FedAvg.
 
     Args:
-      rate: Learning rate of the fine-tuning, in all rounds. Unset: the rate of training.
+      rate: Learning rate of the fine-tuning, in all rounds. Unset: the rate of training. With
+        your own optax optimiser it multiplies the steps.
       epochs: Passes over a client's training examples in the fine-tuning.
     """
     require_above("fedavg_plus.rate", rate, 0)

@@ -50,7 +50,8 @@ def fedbabu(
 
     Args:
       epochs: Passes over a client's training examples in the fine-tuning.
-      rate: Learning rate of the fine-tuning, in all rounds. Unset: the rate of training.
+      rate: Learning rate of the fine-tuning, in all rounds. Unset: the rate of training. With
+        your own optax optimiser it multiplies the steps.
       tune: Part that is fine-tuned: all, head or body.
     """
     require_at_least("fedbabu.epochs", epochs, 1)
