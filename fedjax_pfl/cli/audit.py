@@ -16,8 +16,8 @@ fedjax-pfl audit RUN --out=FOLDER                 audit.json and, if images come
 fedjax-pfl audit RUN --out=FOLDER --examples=4    reconstructs four images
 fedjax-pfl audit RUN --out=FOLDER --first         from the upload of the first round
 
-RUN is a run directory with images; only its checkpoint is read. The server is curious: it follows
-the method, and looks into uploads.
+RUN is a run directory with images. Its checkpoint and its dataset are read, and nothing of it
+changes. The server is curious: it follows the method, and looks into uploads.
 """
 _DEFAULT_CLIENTS = 10
 

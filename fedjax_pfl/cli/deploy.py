@@ -64,6 +64,8 @@ def deploy(call: Call) -> None:
             f"--config.{in_files[0]} is a setting of data, which the files of --data decide; set "
             "it in each of them"
         )
+    if options.data and options.data_dir is not None:
+        raise UsageError("--data_dir has no effect with --data; set data_dir in each of its files")
     if changed.get("clients", options.nodes) != options.nodes:
         raise UsageError(
             f"config.clients is {config.clients}, and there are {options.nodes} nodes, one for "

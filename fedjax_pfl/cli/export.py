@@ -18,8 +18,8 @@ fedjax-pfl export RUN --out=FOLDER --clients=0,3-5    some clients
 fedjax-pfl export RUN --out=FOLDER --best             the best round by validation
 fedjax-pfl export RUN --out=FOLDER --torch            a PyTorch state_dict per client
 
-RUN is a run directory; only its checkpoint is read. In Python, fedjax_pfl.runs.export.load
-reads the network and the variables of a file.
+RUN is a run directory. Its checkpoint and its dataset are read, and nothing is trained. In Python,
+fedjax_pfl.runs.export.load reads the network and the variables of a file.
 """
 
 

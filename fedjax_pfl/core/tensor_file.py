@@ -4,9 +4,17 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.core.errors import UsageError, first_line
+
+_TYPES: dict[str, Any] = {  # by their names in a file
+    "BF16": jnp.bfloat16,
+    "BOOL": np.bool_,
+    **{f"F{bits}": f"<f{bits // 8}" for bits in (16, 32, 64)},
+    **{f"{kind}{bits}": f"<{kind.lower()}{bits // 8}" for kind in "IU" for bits in (8, 16, 32, 64)},
+}
 
 
 def safetensors_package() -> Any:
@@ -22,7 +30,10 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Returns the arrays of a file by name. Raises UsageError if it cannot be read."""
     package = safetensors_package()
     try:
-        return package.numpy.load(Path(path).read_bytes())
+        return {
+            name: np.frombuffer(array["data"], _TYPES[array["dtype"]]).reshape(array["shape"])
+            for name, array in package.deserialize(Path(path).read_bytes())
+        }
     except KeyError as error:
         raise UsageError(
             f"{path} has an array of type {error}, which NumPy lacks; save it as float32"

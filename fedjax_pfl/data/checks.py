@@ -1,6 +1,7 @@
 """Checks of examples before anything is compiled; messages say where the first bad value is."""
 
-from typing import NamedTuple
+import contextlib
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +47,32 @@ def find_problem(x: np.ndarray, y: np.ndarray, outputs: int) -> Problem | None:
         f"{y[index]}"
     )
     return Problem(example=index[0], message=message, place=_place(index), hint="")
+
+
+def require_one_kind(name: str, x: np.ndarray, x_test: np.ndarray) -> None:
+    """Raises UsageError unless both inputs are uint8, other integers or real numbers."""
+    kinds = {(inputs.dtype == np.uint8, inputs.dtype.kind == "f") for inputs in (x, x_test)}
+    if len(kinds) > 1:
+        raise UsageError(
+            f"{name}: x is {x.dtype} and x_test {x_test.dtype}; give both as uint8, which is "
+            "scaled to [0, 1], both as other integers, or both as real numbers"
+        )
+
+
+def constant(name: str, argument: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns a scale or shift as float32, or raises UsageError if it fits no example of `shape`.
+
+    `name` (of the dataset) and `argument` are for messages.
+    """
+    with contextlib.suppress(TypeError, ValueError):
+        array = np.asarray(value, np.float32)
+        batch = (1, *shape)  # a mean of images often has an axis for the batch
+        if np.isfinite(array).all() and np.broadcast_shapes(array.shape, batch) == batch:
+            return array.reshape(array.shape[-len(shape) :])
+    raise UsageError(
+        f"{name}: {argument} is {value!s:.60}; use a finite number, or an array of them with "
+        f"the shape of an example, {list(shape)}, or of its last axes"
+    )
 
 
 def _find_nonfinite(values: np.ndarray) -> tuple[int, tuple[int, ...]]:

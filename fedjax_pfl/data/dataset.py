@@ -119,11 +119,7 @@ def arrays(
     if x_test is not None and y_test is not None:
         x_test = _to_array(name, "x_test", x_test)
         y_test = _targets(_to_array(name, "y_test", y_test))
-        if (x.dtype == np.uint8) != (x_test.dtype == np.uint8):
-            raise UsageError(
-                f"{name}: x is {x.dtype} and x_test {x_test.dtype}, and only uint8 is scaled to "
-                "[0, 1]: give both or neither as uint8"
-            )
+        checks.require_one_kind(name, x, x_test)
     outputs = _outputs(name, (x,) if x_test is None else (x, x_test), y, outputs)
     x_train, y_train = _check_examples(f"{name} (train)", (x, y), (x, y), outputs, owners)
     if x_test is not None and y_test is not None:
@@ -132,8 +128,8 @@ def arrays(
     if scale is None and shift is None and x_train.dtype == np.uint8:
         scale = 1 / 255
     if scale is not None or shift is not None:
-        scale = np.asarray(1 if scale is None else scale, np.float32)
-        shift = np.asarray(0 if shift is None else shift, np.float32)
+        scale = checks.constant(name, "scale", 1 if scale is None else scale, x.shape[1:])
+        shift = checks.constant(name, "shift", 0 if shift is None else shift, x.shape[1:])
     if coarse is not None:
         groups = np.unique(coarse := np.asarray(coarse))
         is_range = coarse.dtype.kind in "iu" and np.array_equal(groups, np.arange(len(groups)))

@@ -89,6 +89,8 @@ def images(
                 f"{name}: images.classes names {missing[0]!r}, which is no class; there are "
                 f"{', '.join(class_names[:12])}{', ...' if len(class_names) > 12 else ''}"
             )
+        if len(set(wanted)) < len(wanted):
+            raise UsageError(f"{name}: images.classes names a class twice; name it once")
         class_names = sorted(wanted)
     number = {label: i for i, label in enumerate(class_names)}
     has_owners = bool(owner) or "owner" in levels

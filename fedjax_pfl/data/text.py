@@ -77,6 +77,10 @@ def next_characters(name: str, texts: Mapping[str, str], length: int) -> Dataset
     """
     if length < 1:
         raise UsageError(f"{name}: length={length}; use 1 or more")
+    if unprintable := [owner for owner in texts if not owner.isprintable()]:
+        raise UsageError(
+            f"{name}: the owner {unprintable[0]!r} has characters that cannot be printed; rename it"
+        )
     vocabulary = characters(texts.values())
     xs, ys, owners = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
     for i, content in enumerate(texts.values()):

@@ -51,8 +51,11 @@ def run(
     """
     nodes = config["clients"]
     files = [_node_settings(i, config, data[i : i + 1]) for i in range(nodes)]
-    folder.mkdir(parents=True, exist_ok=True)
-    os.chmod(folder, 0o700)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        os.chmod(folder, 0o700)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be used ({error.strerror}); choose --folder") from None
     with _locked(folder) as lock:
         authority, certificate, key = keys.ensure_certificates(folder)
         ports = free_ports(nodes + 1)

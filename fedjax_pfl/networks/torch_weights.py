@@ -146,11 +146,26 @@ def state_dict(
         pairs = _match(like, _read(like), own, layers)
     state = {}
     for leaf, name in pairs:
-        array = variables
-        for key in leaf.path:
-            array = array[key]
-        state[name] = np.ascontiguousarray(leaf.to_torch(np.asarray(array)))
+        state[name] = np.ascontiguousarray(leaf.to_torch(_value(variables, leaf)))
     return state
+
+
+def _value(variables: PyTree, leaf: _Leaf) -> np.ndarray:
+    """Returns the array of `leaf`; raises UsageError if `variables` are not of its network."""
+    array, name = variables, ".".join(leaf.path[1:])
+    for key in leaf.path:
+        if key not in array:
+            raise UsageError(
+                f"the variables have no {name}; give those of the whole network, such as those of "
+                "a client's personal model"
+            )
+        array = array[key]
+    if np.shape(array) != leaf.shape:
+        raise UsageError(
+            f"{name} is {list(np.shape(array))} in the variables and {list(leaf.shape)} in the "
+            "network; give the variables of this network"
+        )
+    return np.asarray(array)
 
 
 def check_layers(network: Any, input_shape: Sequence[int]) -> None:

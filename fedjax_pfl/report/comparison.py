@@ -10,6 +10,7 @@ from scipy.stats import rankdata, wilcoxon
 
 from fedjax_pfl.core import diagnostics
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.metrics import Metric
 from fedjax_pfl.report import method_labels, run_reader
 from fedjax_pfl.report.figures import Curve
 from fedjax_pfl.report.html_page import flatten
@@ -228,14 +229,13 @@ def diagnostic_values(row: Row) -> dict[str, float]:
     return {name: float(np.mean(values)) for name, values in per_seed.items()}
 
 
-def curve(row: Row) -> Curve:
+def curve(row: Row, metric: Metric) -> Curve:
     """Returns scores before local training, bytes and simulated seconds, by round of evaluation.
 
-    The rounds are those evaluated under all seeds.
+    The scores are of `metric`. The rounds are those evaluated under all seeds.
     """
     by_round = [{line["round"]: line for line in run.metrics} for run in row.runs]
     rounds = sorted(set.intersection(*(set(lines) for lines in by_round)))
-    metric = metric_of(row.runs[0].metrics)
 
     def values(value: Callable[[Record], float]) -> np.ndarray:  # [seeds, rounds]
         return np.array([[value(lines[r]) for r in rounds] for lines in by_round])

@@ -268,7 +268,9 @@ def write(rows: Sequence[Row], out: Path) -> Path:
     """Writes page, tables and curves of a comparison to the folder `out`; returns compare.html."""
     result_tables = tables(rows)  # takes seconds with 100,000 clients
     metric = metric_of(rows[0].runs[0].metrics)
-    picture = comparison_curves.draw({_label(row): comparison.curve(row) for row in rows}, metric)
+    picture = comparison_curves.draw(
+        {_label(row): comparison.curve(row, metric) for row in rows}, metric
+    )
     texts = {"compare.csv": as_csv(rows)}
     for table in result_tables:
         path = f"tables/{table.title.lower().replace(' ', '_')}"

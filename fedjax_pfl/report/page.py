@@ -69,7 +69,7 @@ def write(
     directory = run.directory
     reference_runs = {**references.find(run), **(reference_runs or {})}
     curves = {
-        name: comparison.curve(references.as_row(reference))
+        name: comparison.curve(references.as_row(reference), metric_of(run.metrics))
         for name, reference in reference_runs.items()
     }
     class_names = run_reader.read_class_names(directory)

@@ -39,6 +39,9 @@ def draw_partition(data: FederatedData, federation: Federation) -> Figure:
     elif y.ndim > 1:
         column = "target" if y.shape[1] == 1 else f"the first of {y.shape[1]} targets"
         counts, edges = _histogram(data, y[:, 0])
+        metadata = federation.metadata or {}
+        if "target_mean" in metadata:  # targets are normalised
+            edges = edges * metadata["target_deviation"][0] + metadata["target_mean"][0]
         stored = counts.shape[1]
     if federation.clients > _MAX_ROWS:
         return _histograms(by_split, counts, column)

@@ -13,7 +13,14 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import comparison, method_labels, run_reader
 from fedjax_pfl.report.comparison import PairedTest, Row
 from fedjax_pfl.report.html_page import flatten
-from fedjax_pfl.report.numbers import direction, format_p, format_score, mean_score, metric_of
+from fedjax_pfl.report.numbers import (
+    direction,
+    format_p,
+    format_score,
+    mean_score,
+    metric_of,
+    metrics_of,
+)
 from fedjax_pfl.report.run_reader import Run
 from fedjax_pfl.settings.configuration import Registry
 from fedjax_pfl.settings.general import SETTING_GROUPS, settings_with
@@ -53,7 +60,10 @@ def read_finished(directories: str) -> list[Run]:
 
 
 def check_same_work(configs: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -> None:
-    """Raises UsageError for a run whose data, seed and network match no configuration."""
+    """Raises UsageError for a run whose data, seed and network match no configuration.
+
+    A run without scores of the first metric that `configs` name is refused, too.
+    """
     defaults = run_reader.default_settings()
 
     def settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,6 +73,12 @@ def check_same_work(configs: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -
     for run in runs:
         run_settings = settings(run.config)
         if any(work(candidate) == work(run_settings) for candidate in all_settings):
+            metric = str(all_settings[0].get("metrics") or "").partition(",")[0].strip()
+            if metric and metric not in [known.name for known in metrics_of(run.metrics)]:
+                raise UsageError(
+                    f"{run.directory} cannot be compared with this run: it has no {metric}; run it "
+                    "again with the same metrics in another directory"
+                )
             continue
         first = all_settings[0]
         kinds = [kind for kind in Registry._fields if kind != "algorithm"]
@@ -78,25 +94,40 @@ def check_same_work(configs: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -
 
 
 def same_work(run: Run, candidates: Sequence[Run]) -> dict[str, Run]:
-    """Returns the candidates with the data, seed and network of `run`, by label of the method.
+    """Returns the candidates with the data, seed, network and first metric of `run`, by label.
 
-    There are none if the examples of `run` are unknown.
+    The label is the method's; of several runs of one method it also has the directory's name. There
+    are none if the examples of `run` are unknown.
     """
-    return {
-        method_labels.title(reference.config): reference
+    usable = [
+        reference
         for reference in candidates
         if work(reference.config) == work(run.config)
         and reference.examples == run.examples
         and run.examples is not None
-    }
+        and _has_metric_of(run, reference)
+    ]
+    titles = [method_labels.title(reference.config) for reference in usable]
+    labels = [
+        f"{title}, {reference.directory.name}" if titles.count(title) > 1 else title
+        for title, reference in zip(titles, usable, strict=True)
+    ]
+    if len(set(labels)) < len(labels):  # directories of one name in different folders
+        labels = [str(reference.directory) for reference in usable]
+    return dict(zip(labels, usable, strict=True))
+
+
+def _has_metric_of(run: Run, reference: Run) -> bool:
+    """Returns True if a reference run has scores of the metric that is drawn for `run`."""
+    return metric_of(run.metrics) in metrics_of(reference.metrics)
 
 
 def find(run: Run) -> dict[str, Run]:
-    """Finds finished runs of FedAvg and Local with the data, seed and network of `run`, by label.
+    """Finds finished runs of FedAvg and Local with data, seed and network of `run`, by label.
 
-    It looks in the folder of `run` and in those beside it. Of several runs it takes the one with
-    the most settings in common, then the first by name. It finds none if the examples of `run` are
-    unknown.
+    They have its first metric. It looks in the folder of `run` and in those beside it. Of several
+    runs it takes the one with the most settings in common, then the first by name. It finds none if
+    the examples of `run` are unknown.
     """
     if run.examples is None:
         return {}
@@ -119,6 +150,7 @@ def find(run: Run) -> dict[str, Run]:
             continue  # damaged, or nothing to compare yet
         distance = len(training_differences(run, reference))
         is_comparable = reference.finished and reference.examples == run.examples
+        is_comparable = is_comparable and _has_metric_of(run, reference)
         if is_comparable and (method not in best or distance < best[method][0]):
             best[method] = distance, reference
     return {METHODS[method]: best[method][1] for method in METHODS if method in best}

@@ -61,7 +61,7 @@ def evaluation_line(metric: Metric, lines: Sequence[Mapping[str, Any]], end: int
         format_bytes(traffic),
         f"{sum(line['seconds'] for line in lines):.1f} s",
     ]
-    runs = f" ({len(lines)} runs, mean)" if len(lines) > 1 else ""
+    runs = f" ({len(lines)} runs: mean scores, total bytes and time)" if len(lines) > 1 else ""
     return f"round {lines[0]['round']} of {end}{runs}: {', '.join(filter(None, parts))}"
 
 

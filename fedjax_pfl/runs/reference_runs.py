@@ -92,7 +92,8 @@ def missing_runs(
     """
     from fedjax_pfl.report import method_labels, references
 
-    existing = references.comparable(run, references.find(run)) | named_runs(run)
+    existing = set(references.comparable(run, references.find(run)))
+    existing |= {method_labels.title(named.config) for named in named_runs(run).values()}
     trained = method_labels.methods(run.config)
     return {
         run.directory / references.FOLDER / method: _reference(settings, method, registry)

@@ -90,8 +90,28 @@ def test_owner_names_are_stripped():
         ),
         (
             lambda: arrays(np.uint8(X), Y, X / 48, Y),
-            "arrays: x is uint8 and x_test float32, and only uint8 is scaled to [0, 1]: give both "
-            "or neither as uint8",
+            "arrays: x is uint8 and x_test float32; give both as uint8, which is scaled to [0, 1], "
+            "both as other integers, or both as real numbers",
+        ),
+        (
+            lambda: arrays(np.int64(X), Y, np.float64(X), Y),
+            "arrays: x is int64 and x_test float64; give both as uint8, which is scaled to [0, 1], "
+            "both as other integers, or both as real numbers",
+        ),
+        (
+            lambda: arrays(X, Y, scale=np.ones(5)),
+            "arrays: scale is [1. 1. 1. 1. 1.]; use a finite number, or an array of them with the "
+            "shape of an example, [4], or of its last axes",
+        ),
+        (
+            lambda: arrays(X, Y, shift=np.nan),
+            "arrays: shift is nan; use a finite number, or an array of them with the shape of an "
+            "example, [4], or of its last axes",
+        ),
+        (
+            lambda: arrays(X, Y, scale="a"),
+            "arrays: scale is a; use a finite number, or an array of them with the shape of an "
+            "example, [4], or of its last axes",
         ),
         (
             lambda: arrays(X, X[:, :1], outputs=3),

@@ -1,6 +1,7 @@
 """Tests of text, LEAF's files, and windows over time."""
 
 import json
+import os
 import re
 
 import numpy as np
@@ -21,6 +22,14 @@ ba
 First Citizen:
 c
 """
+
+
+def test_a_file_whose_name_cannot_be_printed_is_refused(tmp_path):
+    """No table of clients could have its name."""
+    for name in (b"a.txt", b"caf\xe9.txt"):
+        (tmp_path / os.fsdecode(name)).write_text("a play")
+    line = message(lambda: load(f"text:{tmp_path}", owner="file"))
+    assert "/caf\\udce9.txt' has characters that cannot be printed; rename it" in line
 
 
 def test_text_by_speaker(tmp_path):

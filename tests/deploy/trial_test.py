@@ -102,6 +102,20 @@ def test_settings_of_data_that_only_the_files_of_nodes_decide_are_refused(name):
 
 
 @pytest.mark.filterwarnings("ignore:the load_module")  # of configuration files
+def test_a_data_dir_beside_files_of_nodes_is_refused():
+    arguments = "deploy", "--config=baseline:digits", "--nodes=1", "--data=a.json", "--data_dir=b"
+    assert message(run_here, *arguments).startswith("--data_dir has no effect with --data")
+
+
+@pytest.mark.filterwarnings("ignore:the load_module")  # of configuration files
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    arguments = "deploy", "--config=baseline:digits", "--nodes=1", f"--folder={tmp_path / 'file'}"
+    line = message(run_here, *arguments, f"--workdir={tmp_path / 'run'}")
+    assert line == f"{tmp_path / 'file'} cannot be used (File exists); choose --folder"
+
+
+@pytest.mark.filterwarnings("ignore:the load_module")  # of configuration files
 def test_a_limit_that_the_server_would_refuse_is_refused_at_once():
     """The server's app ended without an outcome, and was started again for minutes."""
     with pytest.raises(flags.IllegalFlagValueError):

@@ -202,13 +202,33 @@ def test_a_network_starts_with_given_variables(tmp_path):
         networks.Pretrained(network.clone(outputs=6), variables).init(jax.random.key(1), x)
 
 
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (
+            lambda layers: layers.pop("fc2"),
+            "the variables have no fc2.bias; give",
+        ),
+        (
+            lambda layers: layers["fc1"].update(bias=np.zeros(7)),
+            r"fc1.bias is \[7\] .* \[200\]",
+        ),
+    ],
+)
+def test_variables_of_another_network_are_refused(change, line):
+    variables = jax.device_get(random_variables(networks.MLP(), (4,)))
+    change(variables["params"])
+    with pytest.raises(UsageError, match=line):
+        torch_weights.state_dict(networks.MLP(), variables, (4,))
+
+
 def test_files_that_cannot_be_read_or_written_are_refused(tmp_path):
     path = tmp_path / "w"
-    header = json.dumps({"a.weight": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}})
-    bfloat16 = len(header).to_bytes(8, "little") + header.encode() + bytes(4)
+    header = json.dumps({"a.weight": {"dtype": "F8_E5M2", "shape": [2], "data_offsets": [0, 2]}})
+    float8 = len(header).to_bytes(8, "little") + header.encode() + bytes(2)
     for content, line in (
         (b"\x05", "cannot be read: Error while deserializing"),
-        (bfloat16, "an array of type 'BF16', which NumPy lacks; save it as float32"),
+        (float8, "an array of type 'F8_E5M2', which NumPy lacks; save it as float32"),
     ):
         path.write_bytes(content)
         with pytest.raises(UsageError, match=f"^{path} .*{line}"):

@@ -126,7 +126,7 @@ def test_files_and_a_self_contained_page(pair, tmp_path):
 
 
 def test_curves_have_a_band_over_seeds_and_a_reproducible_pdf(pair):
-    curves = {row.label: comparison.curve(row) for row in pair}
+    curves = {row.label: comparison.curve(row, metric_of(row.runs[0].metrics)) for row in pair}
     metric = metric_of(pair[0].runs[0].metrics)
     pictures = [comparison_curves.draw(curves, metric) for _ in range(2)]
     first, second = (html_page.pdf(picture.figure) for picture in pictures)
@@ -155,7 +155,8 @@ def test_a_directory_whose_name_is_no_utf_8(pair, tmp_path):
 
 
 def test_every_row_is_in_the_legend(pair):
-    curve, metric = comparison.curve(pair[0]), metric_of(pair[0].runs[0].metrics)
+    metric = metric_of(pair[0].runs[0].metrics)
+    curve = comparison.curve(pair[0], metric)
     picture = comparison_curves.draw({"_mine": curve, "$a": curve}, metric)
     assert [text.get_text() for text in picture.figure.legends[0].get_texts()] == ["_mine", r"\$a"]
 

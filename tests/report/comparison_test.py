@@ -185,7 +185,7 @@ def test_curve_has_means_and_extremes_over_seeds_at_common_rounds(tmp_path):
         write_run(tmp_path / "a", [0.4], settings(seed=0)),
         write_run(tmp_path / "b", [0.8], settings(seed=1), rounds=(5, 8, 10)),
     ]
-    curve = comparison.curve(rows_of(*paths)[0])
+    curve = comparison.curve(rows_of(*paths)[0], ACCURACY)
     assert curve.rounds == [5, 10]
     assert curve.score == pytest.approx([(0.2 + 0.4) / 2, 0.6])
     assert curve.lowest == pytest.approx([0.2, 0.4])

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.data import arrays, federate, load
+from fedjax_pfl.data.dataset import Normalisation
 from fedjax_pfl.report import partition_picture
 from fedjax_pfl.report.partition_picture import draw_partition
 
@@ -57,6 +58,15 @@ def test_regression_has_ranges_of_the_target():
     assert (ticks[0].get_text(), ticks[-1].get_text()) == ("0", "19")
     assert figure.axes[0].get_xlabel() == "the first of 2 targets"
     assert "training examples of each range of the first of 2 targets" in figure.get_label()
+
+
+def test_ranges_of_a_normalised_target_are_those_of_the_dataset():
+    dataset = arrays(np.zeros((20, 1)), np.linspace(100.0, 480.0, 20))
+    normalise = Normalisation("federation", np.zeros(1, bool), targets=True)
+    data, federation = federate(dataset._replace(normalise=normalise), "iid", clients=2)
+    assert np.abs(np.asarray(data.y)).max() < 2
+    ticks = draw_partition(data, federation).axes[0].get_xticklabels()
+    assert (ticks[0].get_text(), ticks[-1].get_text()) == ("100", "480")
 
 
 def test_examples_with_several_classes_are_only_counted(monkeypatch):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import answer, references, run_reader
 from fedjax_pfl.runs import reference_runs
 from fedjax_pfl.settings import configuration
@@ -70,6 +71,34 @@ def test_a_run_of_two_methods_is_compared_with_both(tmp_path):
     run = read_run(tmp_path, "run", [0.5] * 4, phases=({}, {"algorithm": "local"}))
     assert list(references.find(run)) == ["FedAvg"]
     assert "Did it help?" in answer.section(run, references.find(run), None)
+
+
+def test_a_run_without_the_metric_is_no_reference(tmp_path):
+    """Its accuracy would be drawn as if it was an F1 score."""
+    changes = {"algorithm": "fedper", "metrics": "macro_f1"}
+    config = settings(clients=4, **changes)
+    run = run_reader.read(write_run(tmp_path / "run", [0.5] * 4, config, score="macro_f1"))
+    accuracy = read_run(tmp_path, "fedavg", [0.5] * 4)
+    assert references.find(run) == references.same_work(run, [accuracy]) == {}
+    with pytest.raises(UsageError, match="cannot be compared with this run: it has no macro_f1"):
+        references.check_same_work([run.config], [accuracy])
+    path = write_run(tmp_path / "f1", [0.5] * 4, settings(clients=4), score="macro_f1")
+    assert references.find(run)["FedAvg"].directory == path
+    references.check_same_work([run.config], [run_reader.read(path)])
+
+
+def test_named_runs_of_one_method_have_labels_of_their_own(tmp_path):
+    run = read_run(tmp_path, "run", [0.5] * 4, algorithm="fedper")
+    slow, fast = (
+        read_run(tmp_path, n, [0.5] * 4, learning_rate=r) for n, r in (("a", 1), ("b", 2))
+    )
+    local = read_run(tmp_path, "c", [0.5] * 4, algorithm="local")
+    assert references.same_work(run, [slow, fast, local]) == {
+        "FedAvg, a": slow, "FedAvg, b": fast, "Local": local,
+    }  # fmt: skip
+    other = read_run(tmp_path / "other", "a", [0.5] * 4)
+    labels = list(references.same_work(run, [slow, other]))
+    assert labels == [str(tmp_path / "a"), str(tmp_path / "other" / "a")]
 
 
 def test_reference_runs_keep_the_attack():

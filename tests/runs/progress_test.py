@@ -42,7 +42,8 @@ def test_the_line_of_an_evaluation():
     )
     tuned = line | {"before": {"accuracy_mean": 0.6, "loss": 1.5}, "after": {"accuracy_mean": 1.0}}
     assert progress.evaluation_line(ACCURACY, [line, tuned], 50) == (
-        "round 10 of 50 (2 runs, mean): accuracy 70.61 % before, 100.00 % after, loss 1.0000, "
+        "round 10 of 50 (2 runs: mean scores, total bytes and time): accuracy 70.61 % before, "
+        "100.00 % after, loss 1.0000, "
         "2.47 MB, 24.7 s"
     )
     lost = line | {"before": {"squared_error_mean": None, "loss": None}}

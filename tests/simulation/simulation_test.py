@@ -242,13 +242,11 @@ def test_a_state_of_another_store_trains_on(first, second, method, data):
     chex.assert_trees_all_close(to_arrays(state), to_arrays(expected), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (1, 4),
-        *(pytest.param(*p, marks=pytest.mark.slow("more programs")) for p in ((4, 1), (2, 4))),
-    ],
-)
+_SLOW = pytest.mark.slow("more programs")
+_DEVICES = [(1, 4), pytest.param(4, 1, marks=_SLOW), pytest.param(2, 4, marks=_SLOW)]
+
+
+@pytest.mark.parametrize(("first", "second"), _DEVICES)
 def test_a_spread_state_trains_on_with_other_devices(first, second, method, data):
     """Equals two rounds with the second number of devices, also from a copy in NumPy."""
     loops = [
