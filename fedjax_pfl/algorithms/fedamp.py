@@ -72,9 +72,8 @@ def fedamp(
     require_at_least("fedamp.penalty", penalty, 0)
     valid = (self_weight >= 0) & (self_weight <= 1)
     require(valid, f"fedamp.self_weight is {self_weight}; it is a share, 0 to 1")
-    if int(federation.active.sum()) < 2:
+    if federation.least_contributors < 2:
         raise UsageError("fedamp mixes models of other clients; use at least 2 active clients")
-    active = jnp.asarray(federation.active)
     base = local(model, training, federation)
 
     def products(rows: PyTree, i: Any, origin: PyTree) -> tuple[jax.Array, jax.Array]:
@@ -93,7 +92,7 @@ def fedamp(
 
     def weights(rows: PyTree, i: Any) -> jax.Array:
         """Returns the weights in client i's mixture of all clients' models, `rows`, [N]."""
-        is_other = active.at[i].set(False)
+        is_other = federation.contributors(i).at[i].set(False)
         first = trees.row(rows, 0)
         if attention == "cosine":
             squares, dots = products(rows, i, jax.tree.map(jnp.zeros_like, first))

@@ -197,9 +197,9 @@ def fedem(
 
     def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
         pi = client.pi
-        if not federation.active.all():  # a held-out client has had no round to learn its weights
+        if not federation.trained.all():  # a held-out client has had no round to learn its weights
             held_out_pi = weigh(state.server, pi, ctx.data)
-            pi = jnp.where(jnp.asarray(federation.active)[ctx.i], pi, held_out_pi)
+            pi = jnp.where(jnp.asarray(federation.trained)[ctx.i], pi, held_out_pi)
         return mixture(state.server, pi, ctx.data)
 
     def observe(state: State) -> dict[str, jax.Array]:

@@ -152,8 +152,9 @@ class Federation(NamedTuple):
     """Facts about the clients that are known before training. NumPy arrays, never traced.
 
     `class_counts`, int [N, stored classes], is `counts` by class; None without classes or in a
-    deployment. `metadata` has the names of columns, classes and characters as plain data; None
-    without such names.
+    deployment. `earlier`, bool [N], marks clients that trained in an earlier phase and are not
+    active in this one; None if there are none. `metadata` has the names of columns, classes and
+    characters as plain data; None without such names.
     """
 
     counts: np.ndarray  # int [N]: number of training examples of each client
@@ -168,6 +169,26 @@ class Federation(NamedTuple):
     positions: tuple[int, ...] = ()  # (T,) if a model returns [B, T, outputs]; () for [B, outputs]
     task: Task = classification()  # loss and metrics
     metadata: Mapping[str, Any] | None = None
+    earlier: np.ndarray | None = None
+
+    @property
+    def trained(self) -> np.ndarray:
+        """Returns bool [N]: the clients that train in this phase or trained in an earlier one."""
+        return self.active if self.earlier is None else self.active | self.earlier
+
+    @property
+    def least_contributors(self) -> int:
+        """Returns the least number of `contributors` that a client has."""
+        return int(np.sum(self.active if self.earlier is None else self.earlier))
+
+    def contributors(self, i: Any) -> jax.Array:
+        """Returns bool [N]: the clients whose stored models the server may mix for client `i`.
+
+        Clients of an earlier phase are not sampled any more, so their models do not depend on those
+        of newcomers.
+        """
+        active = jnp.asarray(self.active)
+        return active if self.earlier is None else active[i] & active | self.earlier
 
     @property
     def clients(self) -> int:

@@ -94,7 +94,8 @@ def build(
         phase_configs = [phase.settings for phase in phase_of_runs]
         swept = swept_settings(phase_configs, registry.algorithm)
         unread -= set(swept)
-        participants = _participants(phase_configs[0], federation)
+        is_later = any(phase.config.participants == "active" for phase in phases)
+        participants = _participants(phase_configs[0], federation, is_later=is_later)
         attack = attacked.get(phase_configs[0].participants)
         attack = attack or transforms.attack_data(config.get, examples, participants)
         attacked[phase_configs[0].participants] = attack
@@ -237,16 +238,18 @@ def _remark(phase: Phase) -> str:
     return METHODS[name].remark(phase.config.get(name, ConfigDict()), phase.federation.clients)
 
 
-def _participants(config: ConfigDict, federation: Federation) -> Federation:
+def _participants(config: ConfigDict, federation: Federation, *, is_later: bool) -> Federation:
     """Returns the federation with the clients of a phase active: held-out clients or the others.
 
-    With privacy it has no class counts, which methods could use without noise.
+    `is_later` says that the others trained in an earlier phase. With privacy the federation has no
+    class counts, which methods could use without noise.
     """
     if transforms.statements(config.get, federation):
         federation = federation._replace(class_counts=None)
     if config.participants == "active":
         return federation
-    return federation._replace(active=~federation.active)
+    earlier = federation.active if is_later else None
+    return federation._replace(active=~federation.active, earlier=earlier)
 
 
 def _fit_memory(inputs: PhaseInputs, recorded: Plan | None, start: Any) -> tuple[Phase, Any]:

@@ -106,7 +106,8 @@ class PhaseInputs:
     @functools.cached_property
     def evaluated(self) -> np.ndarray | None:
         """Returns the sorted ids of the evaluated clients, int32 [E]; None: all."""
-        config, active = self.configs[0], np.flatnonzero(self.federation.active)
+        config = self.configs[0]
+        active = np.flatnonzero(self.federation.active & ~self.is_attacker)
         count = config.evaluate_clients
         if count is None and len(active) > _MAX_EVALUATED:
             count = max(1, self.cohort * config.eval_every // 2)  # half the updates in between

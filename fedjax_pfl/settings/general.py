@@ -41,7 +41,8 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
         ),
         "zero_head": Setting(
             False,
-            "Initialise the last layer with zeros, which prefers no order of the labels.",
+            "Initialise the last layer of a new model with zeros, which prefers no order of the "
+            "labels. A phase that starts from a trained model keeps its layer.",
             roles={"per_phase"},
         ),
         "initial_weights": Setting(
@@ -117,7 +118,8 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
         "clients": _data(10, "Number of clients.", limits=Limits(low=1), roles={*_DATA, "basic"}),
         "held_out": _data(
             0,
-            "Number of clients, the last ones, that are evaluated but never train.",
+            "Number of clients, the last ones, that train only in a phase with "
+            "participants=held_out. They are evaluated too, unless evaluate_clients is set.",
             limits=Limits(low=0),
         ),
         "participants": Setting(
@@ -288,7 +290,8 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
         ),
         "evaluate_clients": Setting(
             int,
-            "Number of participating clients to evaluate, sampled once with partition_seed. "
+            "Number of participating honest clients to evaluate, sampled once with "
+            "partition_seed. "
             "Unset: all; with more than 10,000 clients, half as many as there are client updates "
             "between two evaluations.",
             limits=Limits(low=1),

@@ -14,6 +14,7 @@ from fedjax_pfl.core.examples import client_data
 from tests import cases, tiny
 from tests.algorithms.limits_test import XS, YS, after_rounds
 from tests.algorithms.linear import KEY, make_classifier
+from tests.settings.configuration_test import built
 
 
 def served(name, state, i):
@@ -111,3 +112,50 @@ def test_a_phase_cannot_start_from_other_states(name, start, message):
     state = jax.eval_shape(cases.make(start, federation).init, KEY)
     with pytest.raises(UsageError, match=message):
         cases.make(name, federation).init(KEY, state)
+
+
+@pytest.mark.parametrize(
+    "name", ["factorized_fl", "factorized_fl_moved", "fedamp", "fedfomo", "pfedla"]
+)
+def test_newcomers_mix_models_of_the_earlier_phase_and_no_other_model_depends_on_them(name):
+    """Newcomers 4 and 5 join after clients 0 to 3. A client's payload is a mixture of rows."""
+    data, federation = tiny.federated()
+    active = np.arange(federation.clients) < 4
+    before = cases.make(name, federation._replace(active=active))
+    after = cases.make(name, federation._replace(active=~active, earlier=active))
+    state = jax.tree.map(
+        lambda leaf: leaf + jax.random.uniform(KEY, leaf.shape, leaf.dtype), before.init(KEY)
+    )
+
+    def payload(algorithm, i, **rows):
+        ctx = ClientContext(np.int32(i), client_data(data, i), np.int32(3), KEY)
+        return algorithm.send(state._replace(clients=(), **rows), ctx)
+
+    def differs(i, j):
+        """Returns True if the payload of client i depends on the stored model of client j."""
+        changed = jax.tree.map(lambda leaf: leaf.at[j].add(1), state.rows)
+        new, old = payload(after, i, rows=changed), payload(after, i)
+        return any(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), new, old)))
+
+    for i in (0, 3):
+        chex.assert_trees_all_equal(payload(after, i), payload(before, i))
+        assert not differs(i, 4)
+    assert any(differs(4, j) for j in range(4))
+
+
+def test_a_phase_of_held_out_clients_knows_who_trained_before():
+    phases = ({"participants": "held_out"}, {}, {"participants": "held_out"}, {})
+    experiment = built({"clients": 3, "held_out": 1, "rounds": 1, "phases": phases})
+    earlier = [phase.federation.earlier for phase in experiment.phases]
+    assert [earlier[0], earlier[1], earlier[3]] == [None] * 3
+    np.testing.assert_array_equal(earlier[2], [True, True, False])
+
+
+def test_attackers_are_not_drawn_for_the_evaluation():
+    """Their scores do not count, so the evaluation would have no score at all."""
+    attack = {"attack": "sign_flip", "attack_share": 0.4, "evaluate_clients": 1}
+    for seed in range(4):
+        settings = {"clients": 5, "partition_seed": seed, "rounds": 1, **attack}
+        inputs = built({**settings, "algorithm": "fedavg"}).phases[0].inputs
+        assert len(inputs.evaluated) == 1
+        assert not inputs.is_attacker[inputs.evaluated].any()

@@ -33,7 +33,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fedjax_pfl.algorithms.factorized_fl.diagnostics import PICTURES, diagnostics
 from fedjax_pfl.algorithms.factorized_fl.factor_mixing import (
@@ -94,7 +93,7 @@ def factorized_fl(
     require_one_of("factorized_fl.layout", layout, LAYOUTS)
     require_at_least("factorized_fl.sparsity", sparsity, 0)
     require_at_least("factorized_fl.rank", rank, 1)
-    members, control = int(np.sum(federation.active)), matching in ("random", "worst")
+    members, control = federation.least_contributors, matching in ("random", "worst")
     choices = f"it counts the client itself, choose 1 to {members}"
     require(1 <= minimum <= members, f"factorized_fl.minimum is {minimum}; {choices}")
     valid_peers = not control or 1 <= peers < max(members, 2)
@@ -104,15 +103,14 @@ def factorized_fl(
     shape, dtype = federation.input_shape, federation.input_dtype
     net = Factorized(model, shape, rank, layout, bias, input_dtype=dtype)
     body = body_layers(net)
-    last, active = body[-1], jnp.asarray(federation.active)
-    counts = jnp.asarray(federation.counts, jnp.float32)
+    last, counts = body[-1], jnp.asarray(federation.counts, jnp.float32)
 
     def is_mixed(layer: str, leaf: str) -> bool:
         return layer != net.head if share == "all" else layer in body and leaf == "u"
 
     def weights(rows: PyTree, i: Any, key: jax.Array) -> jax.Array:
         """Returns ω of client i, [N]. A held-out client is in no other mixture."""
-        allowed = active.at[i].set(True)
+        allowed = federation.contributors(i).at[i].set(True)
         if matching == "none":
             return jnp.where(allowed, counts, 0.0) / jnp.sum(jnp.where(allowed, counts, 0.0))
         sigma = cosine(stacked_leaf(rows, last, "v"), i)

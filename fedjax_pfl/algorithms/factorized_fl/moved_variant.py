@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fedjax_pfl.algorithms.factorized_fl.diagnostics import PICTURES, diagnostics
 from fedjax_pfl.algorithms.factorized_fl.factor_mixing import (
@@ -57,7 +56,7 @@ def factorized_fl_moved(
     """
     require_one_of("factorized_fl_moved.share", share, ("all", "u"))
     require_at_least("factorized_fl_moved.sparsity", sparsity, 0)
-    members, active = int(np.sum(federation.active)), jnp.asarray(federation.active)
+    members = federation.least_contributors
     choices = f"it counts the client itself, choose 1 to {members}"
     require(1 <= minimum <= members, f"factorized_fl_moved.minimum is {minimum}; {choices}")
     net = SplitKernels(model, federation.input_shape, input_dtype=federation.input_dtype)
@@ -68,10 +67,10 @@ def factorized_fl_moved(
 
     def weights(rows: PyTree, i: Any, key: jax.Array) -> jax.Array:
         """Returns ω of client i, [N]. A held-out client is in no other mixture."""
-        sigma = cosine(rows["moved"], i)
-        best = jnp.max(jnp.where(active.at[i].set(False), sigma, -jnp.inf))
+        sigma, others = cosine(rows["moved"], i), federation.contributors(i)
+        best = jnp.max(jnp.where(others.at[i].set(False), sigma, -jnp.inf))
         sigma = sigma.at[i].set(jnp.where(jnp.isfinite(best), best, 1.0))  # 1 without peers
-        selected = candidates(sigma, minimum, sigma >= tau, active.at[i].set(True), i)
+        selected = candidates(sigma, minimum, sigma >= tau, others.at[i].set(True), i)
         return jax.nn.softmax(jnp.where(selected, scale * sigma, -jnp.inf))
 
     def first(rows: PyTree) -> PyTree:

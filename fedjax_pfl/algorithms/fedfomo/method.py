@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fedjax_pfl.algorithms.fedfomo.diagnostics import DIAGNOSTICS, PICTURES, TUNING_NOTE
 from fedjax_pfl.algorithms.shared.initial_state import (
@@ -115,7 +114,6 @@ def fedfomo(
     task = federation.task
     require_one_of("fedfomo.reference", reference, REFERENCES)
     _check(federation, peers, epsilon, epsilon_decay)
-    active = jnp.asarray(federation.active)
     train_model = model_trainer(model, task, training)
 
     def mix(
@@ -145,7 +143,8 @@ def fedfomo(
 
     def fetch(rows: Rows, i: Any, epsilon: jax.Array, key: jax.Array) -> tuple[PyTree, jax.Array]:
         """Returns the models, leaves [M, ...], and the ids [M] of the peers of client i."""
-        ids = select_peers(rows.affinity[i], active.at[i].set(False), peers, epsilon, key)
+        others = federation.contributors(i).at[i].set(False)
+        ids = select_peers(rows.affinity[i], others, peers, epsilon, key)
         return trees.row(rows.models, ids), ids
 
     def init(key: jax.Array, start: State | None = None) -> State:
@@ -207,7 +206,7 @@ def fedfomo(
 
 def _check(federation: Federation, peers: int, epsilon: float, epsilon_decay: float) -> None:
     """Raises UsageError for settings or clients that FedFomo cannot use."""
-    available = int(np.sum(federation.active)) - 1
+    available = federation.least_contributors - 1
     if available < 1:
         raise UsageError(
             "fedfomo mixes in models of other clients, so a client needs at least one other active "

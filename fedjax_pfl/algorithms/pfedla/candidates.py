@@ -53,12 +53,12 @@ def select_models(
       client_id: The client to build a model for.
       federation: Tells which clients take part in training.
     """
-    active = jnp.asarray(federation.active)
+    others = federation.contributors(client_id)
     if not isinstance(table, CandidateTable):
-        return MixingInputs(models, client_id, active | (jnp.arange(len(active)) == client_id))
+        return MixingInputs(models, client_id, others | (jnp.arange(len(others)) == client_id))
     ids = table.client_ids[client_id]
     is_own = ids == client_id
-    return MixingInputs(trees.row(models, ids), jnp.argmax(is_own), active[ids] | is_own)
+    return MixingInputs(trees.row(models, ids), jnp.argmax(is_own), others[ids] | is_own)
 
 
 def initial_table(
