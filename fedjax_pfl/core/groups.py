@@ -111,8 +111,13 @@ def by_group(algorithms: tuple[Algorithm, ...]) -> Algorithm:
 
         return personalize
 
+    def start_of(start: State, g: int) -> State:
+        """Returns the part of group `g`, or the whole server if all groups shared one."""
+        is_grouped = type(start.server) is tuple and type(start.rows) is tuple
+        return group_state(start, g) if is_grouped else start._replace(clients=())
+
     def init(key: jax.Array, start: State | None = None) -> State:
-        states = [a.init(key, start and group_state(start, g)) for g, a in enumerate(algorithms)]
+        states = [a.init(key, start and start_of(start, g)) for g, a in enumerate(algorithms)]
         return State(*map(tuple, zip(*states, strict=True)))
 
     def receive(state: State, cohorts: tuple[Cohort, ...]) -> tuple[PyTree, PyTree]:

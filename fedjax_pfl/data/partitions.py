@@ -216,7 +216,8 @@ def shares(
     Returns int [N, C], the number of examples of each class on each client.
     Classes are sampled from those given out least so far.
     References: pFedHN, section 5.1. The shares of a class sum to 1.
-    Deviations: none by default; with `spare_slot` it is the authors' code.
+    Deviations: the paper samples classes freely; those given out least come first in the authors'
+    code, and `spare_slot` is of that code, too.
 
     Args:
       per_client: Number of classes per client.

@@ -17,6 +17,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.presets.vocabulary import Words, apply_words
 from fedjax_pfl.settings import configuration
 
@@ -57,6 +58,11 @@ def get_config(preset: str = "permuted-noniid") -> ConfigDict:
     config.augment = not small and config.dataset != "mnist"
     config.model = "small" if small else "resnet9"
     if small:
+        if word := re.search(r"(?:^|-)(w\d+)(?:-|$)", preset):
+            raise UsageError(
+                f"there is no preset {preset!r}: {word[1]} narrows ResNet9, and digits have "
+                "another network; leave it out or choose another dataset"
+            )
         config.small.batch_norm = True
         config.update(clients=10, batch_size=16, learning_rate=0.01)
         if match := re.search(r"(?:^|-)n(\d+)(?:-|$)", preset):

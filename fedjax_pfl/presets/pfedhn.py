@@ -13,9 +13,10 @@ Presets are words joined with dashes:
   the first layer).
 
 A communication step is one round: of one client for a hypernetwork method, of five clients for the
-others. Where the paper is silent, other methods take as many local steps as pFedHN's clients, and
-all but pFedMe have the same local learning rate. The paper chose learning rates from {0.1, 0.05,
-0.01, 0.005} and personal ones from {0.05, 0.01, 0.005, 0.001}, and does not say which it chose.
+others, which have a fifth of the rounds on digits. Where the paper is silent, other methods take as
+many local steps as pFedHN's clients, and all but pFedMe have the same local learning rate. The
+paper chose learning rates from {0.1, 0.05, 0.01, 0.005} and personal ones from {0.05, 0.01, 0.005,
+0.001}, and does not say which it chose.
 """
 
 import re

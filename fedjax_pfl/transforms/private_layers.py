@@ -112,9 +112,12 @@ def private_layers(
     private_shapes, other_shapes = trees.split(model_shapes(model, federation), layers)
 
     def first(member: Algorithm, key: jax.Array, state: State, start: State | None) -> PyTree:
-        if start is not None and isinstance(start.clients, Client):
-            return start.clients.own
         # The earlier phase may have had transforms that this one does not have.
+        record: Any = start and start.clients
+        while hasattr(record, "method") and not isinstance(record, Client):
+            record = record.method
+        if isinstance(record, Client):
+            return record.own
         start = start and start._replace(server=without_records(start.server))
         private, _ = trees.split(initial_variables(model, federation, key, start), layers)
         return trees.repeat(private, federation.clients)

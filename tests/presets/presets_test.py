@@ -112,6 +112,12 @@ def test_networks_of_three_sizes_are_for_digits_and_cifar(preset):
         configuration.specify(config)
 
 
+def test_a_width_of_resnet9_is_refused_with_another_network():
+    line = message(lambda: factorized_fl.get_config("digits-w16"))
+    assert "w16 narrows ResNet9, and digits have another network" in line
+    assert factorized_fl.get_config("mnist-w16").resnet9.width == 16
+
+
 def test_numbers_that_no_run_can_have_are_no_words():
     for word in ("dirichlet1.2.3", "dirichlet."):
         assert f"{word!r} is no word of one" in message(baseline.get_config, word)

@@ -146,6 +146,11 @@ def test_searches_that_cannot_be_compared_are_refused():
         "there are no validation examples, by which to choose; set validation_fraction to 0.2"
     )
     assert "learning_rate is -1.0; it must be above 0" in message(plan, ["learning_rate=-1"])
+    phases = ({"algorithm": "fedavg"}, {"algorithm": "fedper"})
+    configs = {m: configuration.complete({**SMALL, "phases": phases}) for m in ("ditto", "local")}
+    assert "every phase of ditto names its algorithm" in message(
+        search.plan, configs, RATES, 2, None
+    )
     assert "(fedavg 1, pfedla 2)" in message(plan, ["pfedla.rate=1,2"], ["fedavg", "pfedla"])
     methods = ("fedavg", "local")
     configs = {m: configuration.complete({**SMALL, "algorithm": m}) for m in methods}

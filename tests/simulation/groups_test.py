@@ -120,3 +120,8 @@ def test_a_phase_starts_from_the_global_model():
         by_group((local, wide_local)).init(key, groups)
     state = by_group((local, local)).init(key, groups)
     chex.assert_trees_all_equal(state.clients, (copies.clients, copies.clients))
+
+    shared = by_group((fedavg, fedavg)).init(key, first)  # after a phase with one server for all
+    chex.assert_trees_all_equal(shared.server, (first.server, first.server))
+    with pytest.raises(UsageError, match="global model of the same network"):
+        by_group((fedavg, wide)).init(key, first)

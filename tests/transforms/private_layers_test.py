@@ -171,6 +171,18 @@ def test_later_phase_starts_from_a_server_with_the_state_of_other_transforms():
     chex.assert_trees_all_equal(state.clients.own, trees.repeat(head, tiny.CLIENTS))
 
 
+def test_later_phase_keeps_private_heads_in_the_state_of_other_transforms():
+    fedavg = cases.make("fedavg", FEDERATION)
+    compression = transforms.compression(FEDERATION, DATA, bits=8)
+    start = transforms.chain(fedavg, keep_head, compression).init(KEY)
+    own = jax.tree.map(lambda leaf: leaf + 1, start.clients.method.own)
+    start = start._replace(
+        clients=start.clients._replace(method=start.clients.method._replace(own=own))
+    )
+    state = transforms.chain(fedavg, keep_head).init(jax.random.key(4), start)
+    chex.assert_trees_all_equal(state.clients.own, own)
+
+
 def test_fedfomo_stores_models_with_the_private_head():
     state, _ = after_rounds(with_private_head("fedfomo"), 2)
     private = jax.tree.map(lambda leaf: leaf + 7.0, state.clients.own)

@@ -136,6 +136,13 @@ def plan(
       registry: Components by name.
       as_preset: True if client updates may differ between methods, as in their presets.
     """
+    if len(configs) > 1:
+        for method, config in configs.items():
+            if config.phases and all("algorithm" in phase for phase in config.phases):
+                raise UsageError(
+                    f"every phase of {method} names its algorithm, so methods would not "
+                    "differ; tune one method, or leave algorithm out of a phase"
+                )
     all_points = {
         method: grids.points(method, grid)
         for method, grid in grids.grids(texts, list(configs), registry).items()
