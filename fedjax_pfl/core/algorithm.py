@@ -152,8 +152,8 @@ class Federation(NamedTuple):
     """Facts about the clients that are known before training. NumPy arrays, never traced.
 
     `class_counts`, int [N, stored classes], is `counts` by class; None without classes or in a
-    deployment. `earlier`, bool [N], marks clients that trained in an earlier phase and are not
-    active in this one; None if there are none. `metadata` has the names of columns, classes and
+    deployment. If a phase trains the held-out clients, `earlier`, bool [N], marks the clients
+    that trained before; else it is None. `metadata` has the names of columns, classes and
     characters as plain data; None without such names.
     """
 
@@ -173,7 +173,7 @@ class Federation(NamedTuple):
 
     @property
     def trained(self) -> np.ndarray:
-        """Returns bool [N]: the clients that train in this phase or trained in an earlier one."""
+        """Returns bool [N]: the active clients and those that trained before them."""
         return self.active if self.earlier is None else self.active | self.earlier
 
     @property

@@ -94,8 +94,8 @@ def build(
         phase_configs = [phase.settings for phase in phase_of_runs]
         swept = swept_settings(phase_configs, registry.algorithm)
         unread -= set(swept)
-        is_later = any(phase.config.participants == "active" for phase in phases)
-        participants = _participants(phase_configs[0], federation, is_later=is_later)
+        others_trained = any(phase.config.participants == "active" for phase in phases)
+        participants = _participants(phase_configs[0], federation, others_trained=others_trained)
         attack = attacked.get(phase_configs[0].participants)
         attack = attack or transforms.attack_data(config.get, examples, participants)
         attacked[phase_configs[0].participants] = attack
@@ -238,17 +238,19 @@ def _remark(phase: Phase) -> str:
     return METHODS[name].remark(phase.config.get(name, ConfigDict()), phase.federation.clients)
 
 
-def _participants(config: ConfigDict, federation: Federation, *, is_later: bool) -> Federation:
+def _participants(
+    config: ConfigDict, federation: Federation, *, others_trained: bool
+) -> Federation:
     """Returns the federation with the clients of a phase active: held-out clients or the others.
 
-    `is_later` says that the others trained in an earlier phase. With privacy the federation has no
-    class counts, which methods could use without noise.
+    `others_trained` tells whether the others trained in an earlier phase. With privacy the
+    federation has no class counts, which methods could use without noise.
     """
     if transforms.statements(config.get, federation):
         federation = federation._replace(class_counts=None)
     if config.participants == "active":
         return federation
-    earlier = federation.active if is_later else None
+    earlier = federation.active if others_trained else None
     return federation._replace(active=~federation.active, earlier=earlier)
 
 

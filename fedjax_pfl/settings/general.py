@@ -291,9 +291,8 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
         "evaluate_clients": Setting(
             int,
             "Number of participating honest clients to evaluate, sampled once with "
-            "partition_seed. "
-            "Unset: all; with more than 10,000 clients, half as many as there are client updates "
-            "between two evaluations.",
+            "partition_seed. Unset: all; with more than 10,000 clients, half as many as there are "
+            "client updates between two evaluations.",
             limits=Limits(low=1),
             roles={"per_phase"},
         ),

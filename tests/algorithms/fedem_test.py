@@ -96,5 +96,9 @@ def test_a_held_out_client_estimates_its_weights():
         pi.append(algorithm.personalize(state, trees.row(state.clients, i), ctx)["pi"])
     np.testing.assert_array_equal(pi[0], [0.5, 0.5])
     assert float(abs(pi[1][0] - 0.5)) > 1e-3
+    joined = federation._replace(active=np.arange(6) == 5, earlier=np.arange(6) < 5)
+    ctx = ClientContext(0, client_data(data, 0), 0, KEY)
+    later = cases.make("fedem", joined).personalize(state, trees.row(state.clients, 0), ctx)
+    np.testing.assert_array_equal(later["pi"], [0.5, 0.5])  # as it learned before
     continued = algorithm.init(jax.random.key(9), state)
     chex.assert_trees_all_equal(continued.server, state.server)

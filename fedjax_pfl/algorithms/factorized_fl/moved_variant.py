@@ -67,10 +67,10 @@ def factorized_fl_moved(
 
     def weights(rows: PyTree, i: Any, key: jax.Array) -> jax.Array:
         """Returns ω of client i, [N]. A held-out client is in no other mixture."""
-        sigma, others = cosine(rows["moved"], i), federation.contributors(i)
-        best = jnp.max(jnp.where(others.at[i].set(False), sigma, -jnp.inf))
+        sigma, contributors = cosine(rows["moved"], i), federation.contributors(i)
+        best = jnp.max(jnp.where(contributors.at[i].set(False), sigma, -jnp.inf))
         sigma = sigma.at[i].set(jnp.where(jnp.isfinite(best), best, 1.0))  # 1 without peers
-        selected = candidates(sigma, minimum, sigma >= tau, others.at[i].set(True), i)
+        selected = candidates(sigma, minimum, sigma >= tau, contributors.at[i].set(True), i)
         return jax.nn.softmax(jnp.where(selected, scale * sigma, -jnp.inf))
 
     def first(rows: PyTree) -> PyTree:

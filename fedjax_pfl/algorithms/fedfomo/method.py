@@ -143,8 +143,8 @@ def fedfomo(
 
     def fetch(rows: Rows, i: Any, epsilon: jax.Array, key: jax.Array) -> tuple[PyTree, jax.Array]:
         """Returns the models, leaves [M, ...], and the ids [M] of the peers of client i."""
-        others = federation.contributors(i).at[i].set(False)
-        ids = select_peers(rows.affinity[i], others, peers, epsilon, key)
+        is_peer = federation.contributors(i).at[i].set(False)
+        ids = select_peers(rows.affinity[i], is_peer, peers, epsilon, key)
         return trees.row(rows.models, ids), ids
 
     def init(key: jax.Array, start: State | None = None) -> State:

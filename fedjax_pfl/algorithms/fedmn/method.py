@@ -21,8 +21,8 @@ be exactly 0.
 Deviations: the paper divides the sum over clients by Σ_m |D_m|, which shrinks a block that some
 client did not use. A block that no client used does not change. If no path is open, the likeliest
 one is opened. The router takes one step a round, along the sum of its gradients over the
-batches; its clipping, decay and momentum are separate, and schedules over local steps do not
-change it.
+batches. Its clipping, decay and momentum are separate. Schedules over local steps do not change its
+rate.
 """
 
 from typing import Any

@@ -53,12 +53,13 @@ def select_models(
       client_id: The client to build a model for.
       federation: Tells which clients take part in training.
     """
-    others = federation.contributors(client_id)
+    contributors = federation.contributors(client_id)
     if not isinstance(table, CandidateTable):
-        return MixingInputs(models, client_id, others | (jnp.arange(len(others)) == client_id))
+        is_own = jnp.arange(federation.clients) == client_id
+        return MixingInputs(models, client_id, contributors | is_own)
     ids = table.client_ids[client_id]
     is_own = ids == client_id
-    return MixingInputs(trees.row(models, ids), jnp.argmax(is_own), others[ids] | is_own)
+    return MixingInputs(trees.row(models, ids), jnp.argmax(is_own), contributors[ids] | is_own)
 
 
 def initial_table(
