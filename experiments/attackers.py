@@ -92,7 +92,7 @@ def measure(dataset: Mapping[str, Any], row: str, attack: str, share: float) -> 
     `dataset` has the settings of the data.
     """
     settings = {**SETTINGS, **dataset, "attack": attack, "attack_share": share, **ROWS[row]}
-    if "robust_rule" in settings:
+    if settings.get("robust_rule") in ("krum", "multi_krum"):  # median does not read it
         settings["robust_share"] = share
     config = configuration.complete(selection.nested(settings))
     results = list(runner.run_all(config).values())

@@ -50,6 +50,7 @@ class UsedWith(NamedTuple):
 
     name: str  # of the other setting
     values: tuple[str | None, ...]  # of the other setting; None: unset
+    or_true: str = ""  # name of a setting that is sufficient if it is True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,4 +74,5 @@ class Setting:
         """Returns True if the setting has an effect. `value_of`: name of a setting -> its value."""
         if self.used_with is None:
             return True
-        return value_of(self.used_with.name) in self.used_with.values
+        name, values, or_true = self.used_with
+        return value_of(name) in values or bool(or_true and value_of(or_true))

@@ -60,10 +60,7 @@ def read_finished(directories: str) -> list[Run]:
 
 
 def check_same_work(configs: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -> None:
-    """Raises UsageError for a run whose data, seed and network match no configuration.
-
-    A run without scores of the first metric that `configs` name is refused, too.
-    """
+    """Raises UsageError for a run whose data, seed and network match no configuration."""
     defaults = run_reader.default_settings()
 
     def settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,12 +70,6 @@ def check_same_work(configs: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -
     for run in runs:
         run_settings = settings(run.config)
         if any(work(candidate) == work(run_settings) for candidate in all_settings):
-            metric = str(all_settings[0].get("metrics") or "").partition(",")[0].strip()
-            if metric and metric not in [known.name for known in metrics_of(run.metrics)]:
-                raise UsageError(
-                    f"{run.directory} cannot be compared with this run: it has no {metric}; run it "
-                    "again with the same metrics in another directory"
-                )
             continue
         first = all_settings[0]
         kinds = [kind for kind in Registry._fields if kind != "algorithm"]
@@ -91,6 +82,16 @@ def check_same_work(configs: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -
             f"{run.directory} cannot be compared with this run: it differs in "
             f"{', '.join(differing[:_MAX_LISTED])}"
         )
+
+
+def check_metric(metric: str, runs: Sequence[Run]) -> None:
+    """Raises UsageError for a run that has no scores of `metric`."""
+    for run in runs:
+        if metric not in [known.name for known in metrics_of(run.metrics)]:
+            raise UsageError(
+                f"{run.directory} cannot be compared with this run: it has no {metric}; run it "
+                "again with the same metrics in another directory"
+            )
 
 
 def same_work(run: Run, candidates: Sequence[Run]) -> dict[str, Run]:

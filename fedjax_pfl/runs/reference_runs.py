@@ -42,19 +42,21 @@ def check_settings(
         references.check_same_work(resolved, references.read_finished(settings.reference_runs))
 
 
-def check_examples(
-    configs: Iterable[Mapping[str, Any]], facts: Sequence[Mapping[str, Any]]
+def check_data(
+    configs: Iterable[Mapping[str, Any]], facts: Sequence[Mapping[str, Any]], metric: str
 ) -> None:
-    """Raises UsageError if a run that `reference_runs` names has other examples.
+    """Raises UsageError if a run that `reference_runs` names has other examples, or no `metric`.
 
     `configs` are resolved configurations of runs; `facts` has the content of data.json of each of
-    their partitions.
+    their partitions; `metric` is the name of the task's first metric.
     """
     digests = {partition_facts.get("digest", "") for partition_facts in facts}
     for directories in {str(config.get("reference_runs") or "") for config in configs} - {""}:
         from fedjax_pfl.report import references
 
-        for run in references.read_finished(directories):
+        runs = references.read_finished(directories)
+        references.check_metric(metric, runs)
+        for run in runs:
             if run.examples not in digests:
                 raise UsageError(
                     f"{run.directory} is a run on other examples, or its data.json is missing; it "

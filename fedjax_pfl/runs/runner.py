@@ -213,7 +213,8 @@ def run_configs(
     tell(progress.memory_line(experiment.memory, experiment.phases[0].store))
     reason = functools.cache(functools.partial(fixed_length_reason, experiment))
     facts = [example_facts(experiment, number) for number in range(len(experiment.partitions))]
-    reference_runs.check_examples([sweep_run.config for sweep_run in sweep_runs], facts)
+    metric = experiment.federation.task.metrics[0].name
+    reference_runs.check_data([sweep_run.config for sweep_run in sweep_runs], facts, metric)
     with contextlib.ExitStack() as stack:
         stop = stop or stack.enter_context(on_keyboard(saves=workdir is not None))
         writes = workdir is not None and multiprocess.lead()

@@ -9,6 +9,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.setting import UsedWith
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.owners import BY_OWNER
 from fedjax_pfl.settings.configuration import (
@@ -85,9 +86,10 @@ def _check_condition(name: str, value: Any, configs: Sequence[ConfigDict], prefi
     value = tuple(value) if isinstance(value, list) else value
     if value == setting.default_value or any(setting.is_used(config.get) for config in configs):
         return
-    condition, choices = setting.used_with or ("", ())
+    condition, choices, or_true = setting.used_with or UsedWith("", ())
+    needed = f"{condition}={_alternatives(choices)}" + (f" or {or_true}=True" if or_true else "")
     raise UsageError(
-        f"{prefix}{name} counts with {condition}={_alternatives(choices)} only, and {condition} is "
+        f"{prefix}{name} counts with {needed} only, and {condition} is "
         f"{_alternatives(config[condition] for config in configs)}; change {prefix}{condition}, or "
         f"leave {prefix}{name} out"
     )

@@ -351,6 +351,9 @@ ROBUST = Selectable(
             "multi_krum and robust_mixing.",
             limits=Limits(low=0, below=0.5),
             roles=_PER_PHASE,
+            used_with=UsedWith(
+                "robust_rule", ("trimmed_mean", "krum", "multi_krum"), or_true="robust_mixing"
+            ),
         ),
         "robust_norm": Setting(
             float,

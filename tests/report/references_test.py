@@ -81,10 +81,10 @@ def test_a_run_without_the_metric_is_no_reference(tmp_path):
     accuracy = read_run(tmp_path, "fedavg", [0.5] * 4)
     assert references.find(run) == references.same_work(run, [accuracy]) == {}
     with pytest.raises(UsageError, match="cannot be compared with this run: it has no macro_f1"):
-        references.check_same_work([run.config], [accuracy])
+        references.check_metric("macro_f1", [accuracy])
     path = write_run(tmp_path / "f1", [0.5] * 4, settings(clients=4), score="macro_f1")
     assert references.find(run)["FedAvg"].directory == path
-    references.check_same_work([run.config], [run_reader.read(path)])
+    references.check_metric("macro_f1", [run_reader.read(path)])
 
 
 def test_named_runs_of_one_method_have_labels_of_their_own(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -191,6 +192,10 @@ def test_reference_runs(tmp_path, monkeypatch, write_page):
     html = report_with(f" {path},")
     assert ">Local</text>" in html
     assert "As served it is" in html
+    other = shutil.copytree(path, tmp_path / "away" / "f1")
+    metrics = other / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"accuracy_', '"macro_f1_'))
+    assert "run: it has no accuracy; run it again" in message(report_with, str(other))
     config["seed"] = 5
     directory = tmp_path / "away" / "five"
     line = message(report_with, f" {path},")

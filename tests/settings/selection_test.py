@@ -56,6 +56,11 @@ def check(settings):
             "local_steps, or leave drop_last out",
         ),
         ({"server_learning_rate": 0.5}, "and server_optimizer is mean; change server_optimizer"),
+        (
+            {"robust_share": 0.3, "robust_rule": "median"},
+            "robust_share counts with robust_rule=trimmed_mean or krum or multi_krum or "
+            "robust_mixing=True only, and robust_rule is median; change robust_rule",
+        ),
     ],
 )
 def test_settings_without_effect_are_refused(settings, line):
@@ -72,6 +77,8 @@ def test_settings_without_effect_are_refused(settings, line):
         {"phases": [{"rounds": 2}, {"algorithm": "fedprox", "fedprox": {"mu": 0.7}}]},
         {"groups": [{}, {"model": "mlp", "mlp": {"hidden": (3,)}}]},
         {"mlp": {"hidden": (3,)}, "groups": [{}, {"model": "mlp"}]},
+        {"robust_share": 0.3, "robust_rule": "krum"},
+        {"robust_share": 0.3, "robust_mixing": True},
         {"weight_decay": 0.1, "b1": 0.5, "phases": [{}, {"optimizer": "adam"}]},
         {"server_optimizer": "yogi", "server_b2": 0.5},
     ],

@@ -7,10 +7,10 @@ is
   r_k[j] = the correlation over its training examples of φx(x)[j] and φy(y)[j], in -1..1        [d]
 
 Sampling n_k examples adds a variance S[j] = mean_k (1 - r_k[j]^2)^2 / (n_k - 1) to it. With m the
-mean over the K active clients, let λ_i and u_i be the eigenvalues and eigenvectors of the
-covariance over clients of D(r_k - m), D = diag(S)^(-1/2). By chance alone λ rarely exceeds
-λ+ = (1 + sqrt(d/K))^2, the edge of the Marchenko-Pastur law. Larger eigenvalues distinguish
-clients:
+mean of r_k, let λ_i and u_i be the eigenvalues and eigenvectors of the covariance over clients of
+D(r_k - m), D = diag(S)^(-1/2). All three are running averages over the K active clients, weighted
+by n_k. By chance alone λ rarely exceeds λ+ = (1 + sqrt(d/K))^2, the edge of the Marchenko-Pastur
+law for equal weights. Larger eigenvalues distinguish clients:
 
   f_i = max(0, 1 - λ+/λ_i),  ρ = max_i f_i
   s_k = sum_i f_i u_i u_i' D(r_k - m) / sqrt(sum_i f_i^2 λ_i)
