@@ -9,7 +9,7 @@ Layers are matched by kind, shape and order, because their names differ between 
                   running_var
 
 PyTorch flattens images as [C, H, W] and Flax as [H, W, C], so dense layers and norms that read a
-flattened image are reordered.
+flattened image are reordered. Outputs of a dense layer are flattened in the same order in both.
 """
 
 import math
@@ -210,6 +210,11 @@ def _layers(network: Any, input_shape: Sequence[int]) -> dict[str, list[_Leaf]]:
         names = tuple(key.key for key in path)
         grouped.setdefault(trees.layer_name(path), []).append((names, leaf))
     layers = dict[str, list[_Leaf]]()
+    for layer in tracing.transposed_convolutions(network.apply, variables, x):
+        raise UsageError(
+            f"{layer} is a transposed convolution; PyTorch's weights are known for convolutions, "
+            "dense layers and norms"
+        )
     flattened = tracing.flattened_channels(network.apply, variables, x)
     names = getattr(network, "layers", ())
     if not all(isinstance(name, str) for name in names) or set(names) != set(grouped):

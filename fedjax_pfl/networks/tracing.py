@@ -1,7 +1,7 @@
 """Properties of a network that are read from its jaxpr, without running it."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -59,7 +59,7 @@ class _Origin(NamedTuple):
     is_input: bool = False  # whether it depends on the network's input
     layers: Labels = _NO_LABELS  # whose parameters it depends on, since the last product
     channels: int = 1  # of the image that was flattened to it
-    channels_first: bool = False  # whether it is an image that was transposed to [B, C, ...]
+    same_order: bool = False  # whether PyTorch flattens it in the same order
 
 
 def flattened_channels(
@@ -67,17 +67,20 @@ def flattened_channels(
 ) -> dict[str, int]:
     """Returns C for every layer that reads an image [B, ..., C] flattened to [B, ...·C].
 
-    Arguments as for `layers_in_order`.
+    An image transposed to [B, C, ...] is in PyTorch's order, and so are outputs [B, ..., C] of a
+    dense layer, which reads and writes the last axis in PyTorch too. Arguments as for
+    `layers_in_order`.
     """
     leaves = jax.tree_util.tree_leaves_with_path({"variables": variables})
     arguments = [_Origin(layers=Labels({trees.layer_name(path[1:])})) for path, _ in leaves]
+    dense = {trees.layer_name(path[1:]) for path, leaf in leaves if _is_dense_kernel(path, leaf)}
     closed, channels = jax.make_jaxpr(apply)(variables, x), dict[str, int]()
 
     def operation(eqn: Any, operands: Sequence[_Origin]) -> list[_Origin]:
         count = max((operand.channels for operand in operands), default=1)
         if count > 1:
             channels.update(dict.fromkeys(_NO_LABELS.union(*(o.layers for o in operands)), count))
-        return [_result_origin(eqn, operands)] * len(eqn.outvars)
+        return [_result_origin(eqn, operands, dense)] * len(eqn.outvars)
 
     jaxprs.interpret(
         closed.jaxpr,
@@ -89,24 +92,54 @@ def flattened_channels(
     return channels
 
 
-def _result_origin(eqn: Any, operands: Sequence[_Origin]) -> _Origin:
-    """Returns the origin of the results of an equation, given those of its operands."""
+def _is_dense_kernel(path: tuple[Any, ...], leaf: Any) -> bool:
+    return path[-1].key == "kernel" and len(leaf.shape) == 2
+
+
+def _result_origin(eqn: Any, operands: Sequence[_Origin], dense: Set[str]) -> _Origin:
+    """Returns the origin of the results of an equation, given those of its operands.
+
+    `dense` has the names of the dense layers.
+    """
     name, is_input = eqn.primitive.name, any(operand.is_input for operand in operands)
     if not is_input or name in ("conv_general_dilated", "dot_general"):
-        return _Origin(is_input, _NO_LABELS.union(*(o.layers for o in operands if not is_input)))
+        layers = _NO_LABELS.union(*(o.layers for o in operands if not is_input))
+        products = _NO_LABELS.union(*(o.layers for o in operands if not o.is_input))
+        if products:
+            return _Origin(is_input, layers, same_order=is_input and products <= dense)
+        return _Origin(is_input, layers, same_order=any(o.same_order for o in operands))
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if name == "reshape" and len(before) > 2 and after == (before[0], math.prod(before[1:])):
-        return _Origin(True, channels=1 if operands[0].channels_first else before[-1])
+        return _Origin(True, channels=1 if operands[0].same_order else before[-1])
     same = [o for v, o in zip(eqn.invars, operands, strict=True) if v.aval.shape == after]
-    channels_first = any(operand.channels_first for operand in same)
+    same_order = any(operand.same_order for operand in same)
     if name == "transpose":
-        channels_first = eqn.params["permutation"] == (0, len(after) - 1, *range(1, len(after) - 1))
+        same_order = eqn.params["permutation"] == (0, len(after) - 1, *range(1, len(after) - 1))
     return _Origin(
         is_input=True,
         layers=_NO_LABELS.union(*(operand.layers for operand in operands)),
         channels=max((operand.channels for operand in same), default=1),
-        channels_first=channels_first,
+        same_order=same_order,
     )
+
+
+def transposed_convolutions(
+    apply: Callable[[PyTree, Any], Any], variables: PyTree, x: Any
+) -> list[str]:
+    """Returns the names of the layers that are transposed convolutions with strides above 1.
+
+    Arguments as for `layers_in_order`.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path({"variables": variables})
+    trace = jax.make_jaxpr(apply)(variables, x).jaxpr
+    layers = (Labels({trees.layer_name(path[1:])}) for path, _ in leaves)
+    uses = _uses(trace, dict(zip(trace.invars, layers, strict=False)))
+    return [
+        name
+        for used, _, eqn in uses
+        if max(eqn.params.get("lhs_dilation", (1,))) > 1
+        for name in sorted(used)
+    ]
 
 
 def vocabulary_size(apply: Callable[[PyTree, Any], Any], variables: PyTree, x: Any) -> int | None:

@@ -135,7 +135,8 @@ class LinenNetwork(UserNetwork):
         Raises UsageError if it has collections other than `params` and `batch_stats`.
         """
         keys = {"params": key, "dropout": jax.random.fold_in(key, 1)}
-        variables = meta.unbox(unfreeze(self.definition.init(keys, x, **self._flags(False))))
+        options = {**self._flags(False), **self._mask(None)}
+        variables = meta.unbox(unfreeze(self.definition.init(keys, x, **options)))
         for collection in variables:
             if collection not in ("params", "batch_stats"):
                 raise UsageError(

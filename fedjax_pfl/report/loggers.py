@@ -3,7 +3,8 @@
     pfl.run(settings, "runs/A", on_evaluation=pfl.loggers.tensorboard("runs/A"))
 
 The setting `log_to` does the same for every run of a sweep. A logger logs the numbers of
-metrics.jsonl by round, under names such as before/accuracy_mean, and the settings as parameters.
+metrics.jsonl by round, under names such as before/accuracy_mean and diagnostics/one_hot, and the
+settings as parameters.
 Everything is written to the run directory, and nothing is sent, unless the environment has
 WANDB_MODE or MLFLOW_TRACKING_URI.
 """
@@ -26,7 +27,9 @@ from fedjax_pfl.settings.configuration import suggestion
 
 EVENT_FILE = Path("tensorboard") / "events.out.tfevents.run"
 _PROJECT = "fedjax_pfl"  # of Weights & Biases; experiment of MLflow
-_COUNTS = ("bytes_down", "bytes_up", "dropped", "rejected")
+# Numbers of metrics.jsonl that are not logged: loggers have a step and a clock of their own.
+_POSITION = ("round", "phase", "best_round")
+_CLOCK = ("seconds", "evaluate_seconds", "compile_seconds", "checkpoint_seconds")
 _PACKAGES = {
     "tensorboard": ("tensorboardX.proto.event_pb2",),
     "wandb": ("wandb",),
@@ -91,13 +94,13 @@ def from_setting(log_to: str, directory: str | Path) -> list[Logger]:
     return [LOGGERS[name](directory) for name in names]
 
 
-def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def scalars(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yields (name, value), such as before/accuracy_mean, of numbers in a line of metrics.jsonl."""
     for key, value in line.items():
-        if key in run_reader.STAGES:
-            yield from ((f"{key}/{name}", v) for name, v in (value or {}).items() if v is not None)
-        elif (key in _COUNTS or key.startswith("train_")) and value is not None:
-            yield key, value
+        if isinstance(value, Mapping):
+            yield from scalars(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float) and prefix + key not in (*_POSITION, *_CLOCK):
+            yield prefix + key, value
 
 
 def parameters(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | float | str]:

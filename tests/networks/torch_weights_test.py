@@ -274,6 +274,31 @@ def test_layers_that_read_a_flattened_image_are_reordered(wrap):
     assert np.ptp(expected) > 0.1
 
 
+class Series(nn.Module):
+    """Reads each of five steps with one dense layer, and all of them with another."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.relu(nn.Dense(4, name="steps")(x))
+        return nn.Dense(3, name="all")((x + nn.Dense(4, name="more")(x)).reshape(len(x), -1))
+
+
+def test_flattened_outputs_of_a_dense_layer_keep_their_order():
+    """PyTorch's dense layers write the last axis too."""
+    variables = random_variables(Series(), (5, 6))
+    layers = Layers(torch_weights.state_dict(Series(), variables, (5, 6)))
+    x = RNG.normal(size=(3, 5, 6)).astype(np.float32)
+    steps = relu(layers.linear(x, "steps"))
+    expected = layers.linear((steps + layers.linear(steps, "more")).reshape(3, -1), "all")
+    np.testing.assert_allclose(Series().apply(variables, x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_transposed_convolutions_are_refused():
+    network = nn.Sequential([nn.ConvTranspose(3, (2, 2), (2, 2)), nn.Conv(3, (2, 2))])
+    with pytest.raises(UsageError, match=r"^layers_0 is a transposed convolution"):
+        torch_weights.check_layers(network, (4, 4, 3))
+
+
 def test_layers_of_a_module_without_names_of_its_layers():
     """The field `layers` of Sequential has modules."""
     network = nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(2)])

@@ -18,7 +18,7 @@ class Masked(nn.Module):
     """A network with the arguments of the built-in ones, but without names of its layers."""
 
     @nn.compact
-    def __call__(self, x, train=False, mask=None):
+    def __call__(self, x, train, mask):
         return BatchNorm()(nn.Dense(3)(x), train, mask)
 
 

@@ -230,9 +230,16 @@ def test_a_log_needs_no_file_that_the_end_of_a_run_writes(tmp_path):
 
 
 def test_scalars_and_parameters_skip_missing_values():
-    line = {"round": 3, "seconds": 1.0, "phase": 0, "bytes_up": 7, "best_round": 2}
+    line = {"round": 3, "seconds": 1.0, "phase": 0, "bytes_up": 7, "best_round": 2, "epsilon": 2.5}
     line |= {"before": {"loss": None, "accuracy_mean": 0.5}, "after": None, "train_loss": None}
-    assert dict(loggers.scalars(line)) == {"before/accuracy_mean": 0.5, "bytes_up": 7}
+    line |= {"diagnostics": {"one_hot": 1.0, "peers": {"fc1": 2}}, "inactive": ["one_hot"]}
+    assert dict(loggers.scalars(line)) == {
+        "bytes_up": 7,
+        "epsilon": 2.5,
+        "before/accuracy_mean": 0.5,
+        "diagnostics/one_hot": 1.0,
+        "diagnostics/peers/fc1": 2,
+    }
     config = {"a": None, "b": {"c": (1, 2), "d": True}, "e": 0.5}
     assert loggers.parameters(config) == {"b.c": "[1, 2]", "b.d": True, "e": 0.5}
 
