@@ -145,6 +145,7 @@ def enrol(
     settings: ConfigDict,
     node_settings: Mapping[str, Any],
     send_requests: Callable[[dict[int, bytes]], Any],
+    wait_for_return: Callable[[list[int]], None],
     tries: int,
     log: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -156,14 +157,19 @@ def enrol(
       settings: Completed settings.
       node_settings: Settings that are sent to nodes.
       send_requests: Takes encoded requests by client id; yields pairs of client id and response.
+      wait_for_return: Takes client ids; waits until one of those that are offline is online.
       tries: Number of attempts before UsageError is raised.
-      log: Called with a line for each refused node.
+      log: Called with a line for each absent or refused node.
     """
     described: dict[int, dict[str, Any]] = {}
-    for _ in range(tries):
-        missing = [i for i in range(settings.clients) if i not in described]
+    missing = list(range(settings.clients))
+    for attempt in range(tries):
+        if attempt:
+            wait_for_return(missing)
         requests = {i: request(run, i, node_settings, start) for i in missing}
+        silent = set(missing)
         for i, content in send_requests(requests):
+            silent.discard(i)
             try:
                 described[i] = read_description(requests[i], content)
             except InvalidError as error:
@@ -171,13 +177,15 @@ def enrol(
         for i, line in (find_disagreements(described) if described else {}).items():
             log(f"client {i} cannot enrol: {line}")
             del described[i]
+        for i in sorted(silent):
+            log(f"client {i} has not enrolled: it is offline or did not answer")
+        missing = [i for i in range(settings.clients) if i not in described]
         if len(described) == settings.clients:
             try:
                 return build_federation(described, settings)
             except InvalidError as error:
                 raise UsageError(f"the combined description is out of bounds: {error}") from None
-    absent = sorted(set(range(settings.clients)) - set(described))
     raise UsageError(
-        f"{len(absent)} of {settings.clients} clients have not enrolled, the first is client "
-        f"{absent[0]}; start their nodes and run the same command again"
+        f"{len(missing)} of {settings.clients} clients have not enrolled, the first is client "
+        f"{missing[0]}; start their nodes and run the same command again"
     )

@@ -109,6 +109,7 @@ def run(
             settings,
             node_settings,
             lambda requests: exchange.ask(requests, waiting.seconds),
+            lambda clients: exchange.wait_for_return(clients, waiting.seconds),
             waiting.tries,
             log_line,
         )
@@ -326,8 +327,7 @@ class _Run(NamedTuple):
 
     def wait_for_return(self, clients: Iterable[int], started: float) -> None:
         """Waits for an offline client until `waiting.seconds` after `started`, monotonic time."""
-        seconds_left = started + self.waiting.seconds - time.monotonic()
-        self.exchange.wait_for_return(clients, seconds_left)
+        self.exchange.wait_for_return(clients, started + self.waiting.seconds - time.monotonic())
 
     def evaluate(self, server_state: ServerState, t: int, *, last: bool) -> Evaluation:
         """Evaluates all clients after `t` rounds; absent clients have no scores.

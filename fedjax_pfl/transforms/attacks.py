@@ -111,8 +111,10 @@ def attack_uploads(
             return cohort
         honest = cohort.arrived & ~jnp.asarray(is_attacker_or_absent)[cohort.ids]
         attacks = cohort.arrived & ~honest & jnp.any(honest)
-        x = _vectors(cohort.uploads)
+        zeros = jax.tree.map(jnp.zeros_like, cohort.uploads)  # what attackers see of private layers
+        x = _vectors(keep_layers(zeros, cohort.uploads, private))
         sent = _with_numbers(cohort.uploads, joint_attack(kind, strength, x, honest, attacks))
+        sent = keep_layers(cohort.uploads, sent, private)
         return cohort._replace(uploads=trees.where(attacks, sent, cohort.uploads))
 
     def transform(algorithm: Algorithm) -> Algorithm:

@@ -238,7 +238,8 @@ def robust(
 
     It suits methods whose server, downloads and uploads hold one model of the same shapes; other
     methods raise UsageError. `observe` also returns `client_trust`, [N]: how far the rule used the
-    uploads of each client, the mean over its rounds, NaN before the first.
+    uploads of each client, or with `mixing` the share of mixtures that contain them; the mean over
+    its rounds, NaN before the first.
 
     Args:
       federation: Tells the number of clients.

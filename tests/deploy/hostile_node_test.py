@@ -16,7 +16,7 @@ from fedjax_pfl.deploy.schema import InvalidError
 from fedjax_pfl.simulation import forecast
 from tests.deploy.faults_test import loop, replace_parts
 from tests.deploy.loopback import RUN
-from tests.deploy.run_test import CONFIG, NODE_DATA, Nodes
+from tests.deploy.run_test import CONFIG, NODE_DATA, Absent, Nodes
 from tests.deploy.schema_test import DELETE, DESCRIPTION, members, replace_at
 
 __all__ = ["loop"]
@@ -52,6 +52,7 @@ def enrol_all(nodes, folder, tries=3):
         settings,
         run.assembly.node_settings(ONE_ROUND),
         lambda requests: nodes.ask(requests, None),
+        lambda clients: nodes.wait_for_return(clients, 0.0),
         tries,
         nodes.log_lines.append,
     )
@@ -86,6 +87,14 @@ def test_a_node_enrols_after_invalid_responses(name, tmp_path):
     assert all(line.startswith("client 1 cannot enrol: ") for line in nodes.log_lines)
     with pytest.raises(UsageError, match="1 of 3 clients have not enrolled, the first is client 1"):
         enrol_all(HostileNodes(tmp_path, WRONG_RESPONSES[name]), tmp_path)
+
+
+def test_enrolment_waits_for_an_offline_node(tmp_path):
+    nodes = Absent(tmp_path, n=3)
+    nodes.missed = {"enrol": {1}}
+    assert enrol_all(nodes, tmp_path, tries=2) == enrol_all(Nodes(tmp_path, 3), tmp_path)
+    assert nodes.waits == [([1], 0.0)]
+    assert nodes.log_lines == ["client 1 has not enrolled: it is offline or did not answer"]
 
 
 @pytest.mark.slow("three runs of nodes")

@@ -124,9 +124,17 @@ def test_joint_attacks_replace_the_uploads_of_attackers_that_arrived():
     only_attackers = cohort._replace(arrived=jnp.array([0, 1, 0, 1, 0], bool))
     attack_uploads(IS_ATTACKER, "min_max")(base).receive(State((), (), ()), only_attackers)
     np.testing.assert_array_equal(received[1]["a"], uploads["a"])
+    for kind in ("little_is_enough", "min_max"):  # private layers stay, and change nothing
+        attack = attack_uploads(IS_ATTACKER, kind, private={"head"})(base)
+        for head in (0.0, 50.0):
+            layers = {"a": uploads["a"], "head": jnp.arange(5.0) * head}
+            attack.receive(State((), (), ()), cohort._replace(uploads=layers))
+            np.testing.assert_array_equal(received[-1]["head"], layers["head"])
+        np.testing.assert_array_equal(received[-1]["a"], received[-2]["a"])
+        assert (received[-1]["a"] != uploads["a"]).any()
     no_uploads = cohort._replace(uploads=())  # such as those of Local
     attack_uploads(IS_ATTACKER, "min_max")(base).receive(State((), (), ()), no_uploads)
-    assert received[2] == ()
+    assert received[-1] == ()
 
 
 def images() -> tuple[FederatedData, Any]:

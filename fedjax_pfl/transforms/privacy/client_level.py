@@ -103,7 +103,8 @@ def client_privacy(
         once in them: use `sampling="cyclic"` in `Simulation`, and at most ⌊N / K⌋ bands. The server
         keeps bands - 1 copies of an upload. 1: independent noise.
       is_amplified: Whether ε counts that clients are sampled at random. Methods with state on
-        clients are then refused: their uploads depend on their earlier rounds.
+        clients are then refused: their uploads depend on their earlier rounds. Transforms around
+        this one must not add such state.
     """
     is_clipped = math.isfinite(clip_norm)
     if not is_clipped and (noise_multiplier or quantile is not None):

@@ -6,7 +6,8 @@ made; this module checks that a method reads examples in no other way before it 
 
 The method must call `local_training.fit` once in a round, with the client's training examples and
 with the run's numbers of epochs or steps. Uploads, trained models and client-side state may depend
-on examples in no other way: not by validation scores, prototypes or class counts.
+on examples in no other way: not by validation scores, prototypes or class counts. Not checked: the
+key of `fit` must be made from the key of its context, or noise can be repeated.
 """
 
 from typing import Any
