@@ -44,6 +44,12 @@ def _source(
     ) -> Dataset:
         if columns and name != "csv":
             raise UsageError(f"{name}.columns is for CSV files without a header line; leave it out")
+        own = "train" if name == "hf" else Path(path).expanduser().resolve()
+        if test and own == (test if name == "hf" else Path(test).expanduser().resolve()):
+            raise UsageError(
+                f"{name}.test names the training examples, which would be in both sets; name other "
+                "examples, or leave it out"
+            )
         roles = Roles(
             owner=owner,
             input=input,
@@ -79,7 +85,7 @@ def _json_lines(path: str, test: str) -> Tables:
 def _parquet(path: str, test: str) -> Tables:
     """Reads Parquet files; `test` is the path of the test table, or empty."""
     train, own_test = tables.read_parquet(path)
-    return train, tables.read_parquet(test)[0] if test else own_test
+    return train, tables.read_parquet(test, for_testing=True)[0] if test else own_test
 
 
 def _hugging_face(path: str, test: str) -> Tables:

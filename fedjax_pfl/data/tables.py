@@ -203,11 +203,14 @@ def _is_number(cell: str) -> bool:
     return "_" not in cell
 
 
-def read_parquet(path: str, source: str = "parquet") -> tuple[Table, Table | None]:
+def read_parquet(
+    path: str, source: str = "parquet", *, for_testing: bool = False
+) -> tuple[Table, Table | None]:
     """Reads a Parquet file, or a folder of them. Returns the training table and the test table.
 
     Files whose names begin with test, or in a folder named test, are the test set. Files of
-    validation are ignored.
+    validation are ignored. With `for_testing` the first table has the test set, or all files if
+    there is none, and the second is None.
     """
     from pyarrow import ArrowException, parquet
 
@@ -220,7 +223,10 @@ def read_parquet(path: str, source: str = "parquet") -> tuple[Table, Table | Non
         for file in files:
             split = _split_of(file.relative_to(root)) if root.is_dir() else "train"
             splits[split].append(parquet.read_table(file, partitioning=None))
-        return _from_splits(f"{source}:{path}", splits["train"], splits["test"])
+        train, test = splits["train"], splits["test"]
+        if for_testing:
+            train, test = test or train, []
+        return _from_splits(f"{source}:{path}", train, test)
     except (ArrowException, OSError) as error:
         raise UsageError(f"{source}:{path} cannot be read: {first_line(error)}") from None
 

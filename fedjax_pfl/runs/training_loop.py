@@ -223,10 +223,10 @@ def _call_back(loop: Loop, sweep_run: SweepRun, i: int, call: Call) -> bool:
     results = []
     if loop.callbacks.on_round:
         logs = _part(call.logs, i, loop.sweep_runs)
-        results = [
-            loop.callbacks.on_round(sweep_run.name, t, round_log(logs, t - call.begin))
-            for t in range(call.begin, call.end)
-        ]
+        for t in range(call.begin, call.end):
+            is_free = t == 0 and not loop.phase.config.count_initial_download
+            log = round_log(logs, t - call.begin, is_free_download=is_free)
+            results.append(loop.callbacks.on_round(sweep_run.name, t, log))
     if loop.callbacks.on_evaluation and call.scores is not None:
         results.append(loop.callbacks.on_evaluation(sweep_run.name, sweep_run.at.metrics[-1]))
     # NumPy's False too: comparisons of the arrays in a log return it.

@@ -279,12 +279,13 @@ def _check(method: Any, data: Any, store: str, sampling: str) -> None:
         raise UsageError(f"sampling is {sampling!r}; choose {' or '.join(SAMPLINGS)}")
 
 
-def round_log(logs: Sequence[records.Log], r: int) -> RoundLog:
+def round_log(logs: Sequence[records.Log], r: int, *, is_free_download: bool = False) -> RoundLog:
     """Returns the log of one round over all architecture groups, ordered by client id.
 
     Args:
       logs: One log per group, arrays [rounds, K].
       r: Index of the round in these arrays.
+      is_free_download: Whether the round's downloads are not counted.
     """
     parts = [jax.tree.map(lambda leaf: np.asarray(leaf)[r], log) for log in logs]
     present = np.concatenate([part.present for part in parts])
@@ -303,12 +304,13 @@ def round_log(logs: Sequence[records.Log], r: int) -> RoundLog:
         )[present][order]
         for name in names
     }
+    bytes_down = _bytes([part.down for part in parts])
     return RoundLog(
         ids=ids[order],
         arrived=arrived,
         rejected=joined("rejected"),
         metrics={name: np.where(arrived, column, np.nan) for name, column in values.items()},
-        bytes_down_by_layer=_bytes([part.down for part in parts]),
+        bytes_down_by_layer=dict.fromkeys(bytes_down, 0) if is_free_download else bytes_down,
         bytes_up_by_layer=_bytes([part.up for part in parts]),
         seconds=None if parts[0].seconds is None else float(max(p.seconds.max() for p in parts)),
         late=None if parts[0].late is None else joined("late"),

@@ -308,12 +308,12 @@ class Snapshot(ClientStore):
     def __init__(self, current: ClientStore) -> None:
         groups = [rows.empty_copy() for rows in current.groups]
         super().__init__(groups, current.has_groups, current.offload)
-        self.current = current
+        self.current_groups = current.groups  # not `current`, whose `best` this is
 
     def save(self, g: int, ids: np.ndarray) -> None:
         """Copies records of group `g` that are about to change, unless it has done so before."""
         ids = ids[self.groups[g].slot[ids] < 0]
-        self.groups[g].put(ids, self.current.groups[g].records(ids))
+        self.groups[g].put(ids, self.current_groups[g].records(ids))
 
     def records(
         self, g: int, ids: np.ndarray, start: int = 0, end: int | None = None
@@ -324,12 +324,12 @@ class Snapshot(ClientStore):
         """
         records = self.groups[g].records(ids, start, end)
         is_unchanged = self.groups[g].slot[ids] < 0
-        records[is_unchanged] = self.current.groups[g].records(ids[is_unchanged], start, end)
+        records[is_unchanged] = self.current_groups[g].records(ids[is_unchanged], start, end)
         return records
 
     def written(self, g: int) -> np.ndarray:
         """Returns the ids of clients whose record has been written."""
-        return np.union1d(self.groups[g].written(), self.current.groups[g].written())
+        return np.union1d(self.groups[g].written(), self.current_groups[g].written())
 
 
 def copy_state(state: State) -> State:

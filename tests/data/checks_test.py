@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.data import arrays, federate
+from fedjax_pfl.data.checks import describe_holder
 from fedjax_pfl.data.dataset import Dataset
 from tests.commands import message
 
@@ -19,6 +20,14 @@ def with_value(values, place, value):
     changed = np.array(values)
     changed[place] = value
     return changed
+
+
+def test_the_holder_of_an_example_is_named():
+    data, federation = federate(arrays(X, Y, owners=OWNERS), "natural", clients=2)
+    assert re.fullmatch(
+        r"one of the \w+ examples of client .*", describe_holder(data, federation, 0)
+    )
+    assert describe_holder(data, federation, 12) == "example 12 of no client"
 
 
 def test_tokens_and_labels_keep_their_types():

@@ -36,7 +36,14 @@ def test_callbacks_receive_every_round_and_evaluation_and_can_stop_a_run(tmp_pat
     assert [line["before"] for line in resumed.metrics] == [line["before"] for line in lines]
     assert (tmp_path / "run" / "report.html").read_text() != "report of two rounds"
 
-    stopped = pfl.run(SETTINGS, on_round=lambda t, log: np.less(t, 2))  # a False of NumPy
+    downloads = []
+
+    def until_two(t, log):
+        downloads.append(log.bytes_down)
+        return np.less(t, 2)  # a False of NumPy
+
+    stopped = pfl.run({**SETTINGS, "count_initial_download": False}, on_round=until_two)
+    assert downloads == [0, *[stopped.ledger.total_down // 2] * 2]
     assert [line["round"] for line in stopped.metrics] == [2]
     assert stopped.ledger.total_up == sum(count for *_, count in rounds[:3])
     assert (stopped.round, stopped.phase) == (3, 0)
