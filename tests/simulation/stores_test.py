@@ -58,6 +58,7 @@ def test_snapshot_keeps_its_rows_while_clients_change(store: str, tmp_path: Path
 
     earlier = weakref.ref(best)
     del best
+    clients = clients.hand_over()
     later = clients.snapshot()
     assert earlier() is None  # without a collection of cycles, which is rare
     clients.write(0, np.array([0]), rows(40))

@@ -127,7 +127,7 @@ def test_joint_attacks_replace_the_uploads_of_attackers_that_arrived():
     for kind in ("little_is_enough", "min_max"):  # private layers stay, and change nothing
         attack = attack_uploads(IS_ATTACKER, kind, private={"head"})(base)
         for head in (0.0, 50.0):
-            layers = {"a": uploads["a"], "head": jnp.arange(5.0) * head}
+            layers = {"a": uploads["a"], "head": -head * jnp.arange(5.0)}
             attack.receive(State((), (), ()), cohort._replace(uploads=layers))
             np.testing.assert_array_equal(received[-1]["head"], layers["head"])
         np.testing.assert_array_equal(received[-1]["a"], received[-2]["a"])
