@@ -94,7 +94,7 @@ def private_paths(
     """Returns the parameters of a network that the server lacks, by their path in `client`.
 
     Values are paths in `variables`. The download has no value of these parameters that is sent in
-    either direction, such as those of a private head.
+    either direction; a private head is an example.
 
     Args:
       member: The algorithm of the client's group.

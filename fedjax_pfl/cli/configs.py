@@ -18,7 +18,7 @@ from fedjax_pfl.settings.general import settings_with
 def define_config(options: flags.FlagValues, arguments: Sequence[str], system: str) -> None:
     """Adds the flags --config and --config.KEY to `options`, with a preset of `system` as default.
 
-    `arguments` are those of `resolve_config`; absl reads the file and keys in them.
+    `arguments` are as for `resolve_config`; absl reads the file and keys in them.
     """
     own = own_settings(arguments)
     for key in own:
@@ -182,9 +182,9 @@ def flag_values(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def replace_length(settings: ConfigDict, arguments: Sequence[str]) -> None:
-    """Sets one of `local_epochs` and `local_steps` of `settings` to None.
+    """Sets `local_epochs` of `settings` to None if `arguments` set only `local_steps`.
 
-    It is the one that `arguments` do not set, if they set the other.
+    If they set only `local_epochs`, `local_steps` becomes None.
     """
     changed = {flag.removeprefix("config.") for flag, _ in flag_values(arguments)}
     for unit, replaced in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):

@@ -46,8 +46,8 @@ def number_classes(
     """Numbers the distinct labels of `y` [rows] from 0, in ascending order.
 
     Returns class numbers, int32 [rows], and the label of each number as text.
-    With the `kind` auto, raises UsageError if integers have so many values that they are probably
-    measurements; `label` is the name of the column and `setting` that of the kind.
+    With the `kind` auto, raises UsageError if integers have more values than classes usually have.
+    `label` is the name of the column, and `setting` the name of the setting for the kind.
     """
     classes, numbers = np.unique(y, return_inverse=True)
     is_large = len(classes) > max(_DISTINCT_LIMIT, len(y) // 100)

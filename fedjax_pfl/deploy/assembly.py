@@ -132,7 +132,7 @@ def _normalisation(description: Mapping[str, Any]) -> dict[str, Any] | None:
 def zero_data(description: Mapping[str, Any]) -> FederatedData:
     """Returns data of one client without examples, for its shapes.
 
-    `description` is that of the federation, which passes `schema.FEDERATION`.
+    `description` describes the federation and passes `schema.FEDERATION`.
     """
     shared = description["alike"]
     dtype, inner = shared["target"]

@@ -1,4 +1,4 @@
-"""Enrolment at the server: builds the federation's description from those of the nodes.
+"""Enrolment at the server: builds the federation's description from the nodes' descriptions.
 
 Each node's description is checked before it is stored. A node with an invalid description, or one
 that disagrees with most other nodes, is refused and gets the request again.
@@ -103,9 +103,9 @@ def find_disagreements(described: Mapping[int, Mapping[str, Any]]) -> dict[int, 
 def build_federation(
     described: Mapping[int, Mapping[str, Any]], settings: ConfigDict
 ) -> dict[str, Any]:
-    """Builds the federation's description from those of all nodes, whose shared fields agree.
+    """Builds the federation's description from the nodes' descriptions, whose shared fields agree.
 
-    `described` has them by client id. Returns the fields of `schema.FEDERATION`, such as the
+    `described` has a node's description by client id. Returns the fields of `schema.FEDERATION`, such as the
     number of examples of each client.
     """
     descriptions = [described[i] for i in sorted(described)]

@@ -78,7 +78,7 @@ def conv(
 class ConvReluPool(nn.Module):
     """A convolution with bias, ReLU and 2x2 max pooling in one GPU kernel, see `lowerings.fused`.
 
-    Its parameters and their initial values are those of `conv`.
+    Its parameters and their initial values are as in `conv`.
 
     Args:
       outputs: Number of kernels.

@@ -17,7 +17,7 @@ _EPSILON = 1e-5
 class BatchNorm(nn.Module):
     """Normalises [B, ..., C] over all axes but the last, with statistics of the batch in training.
 
-    Parameters and statistics are those of `flax.linen.BatchNorm`.
+    Parameters and statistics are as in `flax.linen.BatchNorm`.
 
     Deviations: the running variance averages biased batch variances; PyTorch averages unbiased
     ones.

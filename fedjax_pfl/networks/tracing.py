@@ -97,7 +97,7 @@ def _is_dense_kernel(path: tuple[Any, ...], leaf: Any) -> bool:
 
 
 def _result_origin(eqn: Any, operands: Sequence[_Origin], dense: Set[str]) -> _Origin:
-    """Returns the origin of the results of an equation, given those of its operands.
+    """Returns the origin of the results of an equation from its operands' origins.
 
     `dense` has the names of the dense layers.
     """

@@ -73,7 +73,7 @@ def user_network(name: str, network: Any, digest: str) -> Callable[..., UserNetw
 
     `network` is a linen module or class, an NNX class, or a function that creates one. The settings
     are its arguments; those with a default of a plain type are in the factory's signature. The
-    network records `digest`, that of its code, as a setting. Raises UsageError for a network with
+    network records the `digest` of its code as a setting. Raises UsageError for a network with
     parameters, and for one of PyTorch.
     """
     if is_nnx(network):

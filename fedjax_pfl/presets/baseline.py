@@ -1,4 +1,4 @@
-"""Methods without a system of their own, on any dataset and partition.
+"""Methods without their own system, on any dataset and partition.
 
 fedjax-pfl baseline --config=baseline:fedavg-digits
 

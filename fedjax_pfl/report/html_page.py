@@ -143,8 +143,8 @@ def table_block(
 ) -> str:
     """Returns a table as HTML.
 
-    `heads` are those of all columns except the first. The first cell of a row is its head, as HTML,
-    the others are text. `variants` are rows of this library's variants of methods, below a line.
+    `heads` has the heads of all columns except the first. The first cell of a row is its head, as
+    HTML, the others are text. `variants` are rows of this library's variants of methods, below a line.
     """
     columns = "".join(f'<th scope="col">{with_definition(text)}</th>' for text in heads)
 

@@ -27,7 +27,7 @@ from fedjax_pfl.settings.configuration import suggestion
 
 EVENT_FILE = Path("tensorboard") / "events.out.tfevents.run"
 _PROJECT = "fedjax_pfl"  # of Weights & Biases; experiment of MLflow
-# Numbers of metrics.jsonl that are not logged: loggers have a step and a clock of their own.
+# Numbers of metrics.jsonl that are not logged: loggers have their own step and clock.
 _POSITION = ("round", "phase", "best_round")
 _CLOCK = ("seconds", "evaluate_seconds", "compile_seconds", "checkpoint_seconds")
 _PACKAGES = {

@@ -226,8 +226,8 @@ def no_verdict_note(run: Run, reference_runs: Mapping[str, Run]) -> str:
 def training_differences(run: Run, reference: Run) -> list[str]:
     """Returns the dotted names of settings that differ between two runs, except the method.
 
-    Those of transforms and evaluation do not count, but those of attacks and the choice of
-    evaluated clients do. A run of several phases counts as one phase, with the settings of the
+    Settings of transforms and evaluation do not count, except the attack and the choice of
+    evaluated clients. A run of several phases counts as one phase, with the settings of the
     last, as the setting `reference` trains it. Its rounds are those at the last evaluation: a
     callback can end a run before the rounds of its settings.
     """

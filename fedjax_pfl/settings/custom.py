@@ -220,7 +220,7 @@ def _cell_contents(cell: Any) -> Any:
 def _check_name(kind: str, name: str, advice: str) -> str:
     """Returns `name`; raises UsageError if it is no identifier, or a built-in or setting has it.
 
-    `kind` is that of the component, such as "model"; `advice` ends the message after "use".
+    `kind` is the component's, such as "model"; `advice` ends the message after "use".
     """
     if not str(name).isidentifier():
         raise UsageError(f"{name!r} cannot name the {kind} in a configuration; use {advice}")
@@ -249,8 +249,8 @@ def dataset_digest(dataset: Dataset) -> str:
 def _source(dataset: Dataset) -> Callable[..., Dataset]:
     """Returns a factory (sample_rows, *, digest) that returns this dataset.
 
-    It raises UsageError if `digest` is not that of the examples, or if `sample_rows(number)`, which
-    selects a fraction of so many rows, returns anything but None.
+    It raises UsageError if the examples have another digest than `digest`, or if
+    `sample_rows(number)`, which selects a fraction of `number` rows, does not return None.
     """
     content = dataset_digest(dataset)
 

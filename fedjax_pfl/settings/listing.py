@@ -29,7 +29,7 @@ def listing(kind: str) -> str:
 
 
 def command_help(method: str) -> str:
-    """Returns the text for --help: general settings and those of `method`, a name as "fedavg"."""
+    """Returns the text for --help: the general settings and those of `method`, such as "fedavg"."""
     table = {method: configuration.ALGORITHMS[method]}
     method_settings = "\n".join(_factories("methods", "algorithm", table))
     hint = "Other methods, datasets, partitions and models: fedjax-pfl list"

@@ -1,7 +1,7 @@
 """A compiled round, and many rounds in one call: sample, send, train, receive, count.
 
 Chunking, sharding, masking and counting are implemented here and nowhere else. A round needs only
-the rows and examples of its cohort (`CohortBatch`), whatever stores those of all clients.
+the rows and examples of its cohort (`CohortBatch`), from any store.
 """
 
 from functools import partial

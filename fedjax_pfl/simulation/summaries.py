@@ -123,7 +123,7 @@ def attack_summary(
     """Returns `attackers`, their number, and `attack_success` by stage; {} without attackers.
 
     The success of a backdoor is the mean over the honest clients, bool [N]. The other arguments are
-    those of `attack_columns`.
+    as for `attack_columns`.
     """
     columns = attack_columns(is_attacker, triggered, task)
     if not columns:

@@ -203,7 +203,7 @@ def with_server_state(
       record: NamedTuple (method, state of the transform): the type of the server's state.
       first: Server-side state of the method -> the initial record.
       receive: (record, state of the method, cohort) -> (new record, rows of the server).
-      observe: Record -> arrays that are observed besides those of the method.
+      observe: Record -> arrays that are observed in addition to the method's.
     """
 
     def method_state(state: State) -> State:

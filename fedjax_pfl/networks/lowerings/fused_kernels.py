@@ -101,7 +101,7 @@ def _forward(size: _Size, x: jax.Array, kernel: jax.Array, bias: jax.Array) -> t
 
 
 def _backward(size: _Size, residuals: Any, g: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the gradients of images, kernels and biases, given g, that of the output."""
+    """Returns the gradients of images, kernels and biases, given g for the output."""
     x, kernel, winners = residuals
     grid = (pl.cdiv(size.batch * size.height * size.width, _sides(size.channels)[0]),)
     images = jax.ShapeDtypeStruct(x.shape, x.dtype)
