@@ -105,8 +105,8 @@ def build_federation(
 ) -> dict[str, Any]:
     """Builds the federation's description from the nodes' descriptions, whose shared fields agree.
 
-    `described` has a node's description by client id. Returns the fields of `schema.FEDERATION`, such as the
-    number of examples of each client.
+    `described` has a node's description by client id. Returns the fields of `schema.FEDERATION`,
+    such as the number of examples of each client.
     """
     descriptions = [described[i] for i in sorted(described)]
     federation = {

@@ -144,7 +144,8 @@ def table_block(
     """Returns a table as HTML.
 
     `heads` has the heads of all columns except the first. The first cell of a row is its head, as
-    HTML, the others are text. `variants` are rows of this library's variants of methods, below a line.
+    HTML, the others are text. `variants` are rows of this library's variants of methods, below a
+    line.
     """
     columns = "".join(f'<th scope="col">{with_definition(text)}</th>' for text in heads)
 
