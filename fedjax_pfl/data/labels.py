@@ -46,7 +46,7 @@ def number_classes(
     """Numbers the distinct labels of `y` [rows] from 0, in ascending order.
 
     Returns class numbers, int32 [rows], and the label of each number as text.
-    With the `kind` auto, raises UsageError if integers have more values than classes usually have.
+    With the `kind` auto, raises UsageError if integers have too many values for classes.
     `label` is the name of the column, and `setting` the name of the setting for the kind.
     """
     classes, numbers = np.unique(y, return_inverse=True)

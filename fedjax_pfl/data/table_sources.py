@@ -44,8 +44,8 @@ def _source(
     ) -> Dataset:
         if columns and name != "csv":
             raise UsageError(f"{name}.columns is for CSV files without a header line; leave it out")
-        own = "train" if name == "hf" else Path(path).expanduser().resolve()
-        if test and own == (test if name == "hf" else Path(test).expanduser().resolve()):
+        training, testing = ("train", test) if name == "hf" else map(_resolved, (path, test))
+        if test and training == testing:
             raise UsageError(
                 f"{name}.test names the training examples, which would be in both sets; name other "
                 "examples, or leave it out"
@@ -69,6 +69,10 @@ def _source(
         f"separated by commas.\n  test: {test_meaning}.\n"
     )
     return source
+
+
+def _resolved(path: str) -> str:
+    return str(Path(path).expanduser().resolve())
 
 
 def _csv(path: str, test: str, columns: str = "") -> Tables:
