@@ -139,11 +139,13 @@ def state_dict(
     layers: Sequence[str] | None = None,
 ) -> dict[str, np.ndarray]:
     """Returns the arrays that `to_torch` writes, by name."""
-    own = _layers(network, input_shape)
+    own_layers = _layers(network, input_shape)
     if like is None:
-        pairs = [(leaf, f"{name}.{leaf.torch_name}") for name in own for leaf in own[name]]
+        pairs = [
+            (leaf, f"{name}.{leaf.torch_name}") for name in own_layers for leaf in own_layers[name]
+        ]
     else:
-        pairs = _match(like, _read(like), own, layers)
+        pairs = _match(like, _read(like), own_layers, layers)
     state = {}
     for leaf, name in pairs:
         state[name] = np.ascontiguousarray(leaf.to_torch(_value(variables, leaf)))
@@ -245,14 +247,14 @@ def _layers(network: Any, input_shape: Sequence[int]) -> dict[str, list[_Leaf]]:
 def _match(
     path: str | os.PathLike[str],
     arrays: Mapping[str, np.ndarray],
-    own: Mapping[str, Sequence[_Leaf]],
+    own_layers: Mapping[str, Sequence[_Leaf]],
     order: Sequence[str] | None,
 ) -> list[tuple[_Leaf, str]]:
     """Returns each leaf of a network with the name of its array in the file `path`.
 
-    `own` has the leaves of each layer from the input to the output, `order` the names of the file's
-    layers in this order, or None. Raises UsageError unless exactly one match exists for every layer
-    of both.
+    `own_layers` has the leaves of each layer from the input to the output, `order` the names of the
+    file's layers in this order, or None. Raises UsageError unless exactly one match exists for
+    every layer of both.
     """
     foreign: dict[str, _Shapes] = {}
     for name, array in arrays.items():
@@ -265,16 +267,16 @@ def _match(
         )
     names = sorted(foreign, key=_natural) if order is None else list(order)
     pairs = []
-    for layer, leaves in own.items():
+    for layer, leaves in own_layers.items():
         shapes = {leaf.torch_name: leaf.torch_shape for leaf in leaves}
         candidates = [name for name in names if _rank(foreign[name]) == _rank(shapes)]
         candidates = candidates if order is None else candidates[:1]
         fitting = [name for name in candidates if foreign[name] == shapes]
         if not fitting:
-            other = "file has no layer of this kind left"
+            lack = "file has no layer of this kind left"
             if candidates:
-                other = f"file's {candidates[0]} has {_text(foreign[candidates[0]])}"
-            raise UsageError(f"{path}: {layer} needs {_text(shapes)}, and the {other}; {_REMEDY}")
+                lack = f"file's {candidates[0]} has {_text(foreign[candidates[0]])}"
+            raise UsageError(f"{path}: {layer} needs {_text(shapes)}, and the {lack}; {_REMEDY}")
         for name in fitting[1:]:
             if not _are_numbered(fitting[0], name):
                 raise UsageError(

@@ -111,14 +111,14 @@ def _result_origin(eqn: Any, operands: Sequence[_Origin], dense: Set[str]) -> _O
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if name == "reshape" and len(before) > 2 and after == (before[0], math.prod(before[1:])):
         return _Origin(True, channels=1 if operands[0].same_order else before[-1])
-    same = [o for v, o in zip(eqn.invars, operands, strict=True) if v.aval.shape == after]
-    same_order = any(operand.same_order for operand in same)
+    equal_shaped = [o for v, o in zip(eqn.invars, operands, strict=True) if v.aval.shape == after]
+    same_order = any(operand.same_order for operand in equal_shaped)
     if name == "transpose":
         same_order = eqn.params["permutation"] == (0, len(after) - 1, *range(1, len(after) - 1))
     return _Origin(
         is_input=True,
         layers=_NO_LABELS.union(*(operand.layers for operand in operands)),
-        channels=max((operand.channels for operand in same), default=1),
+        channels=max((operand.channels for operand in equal_shaped), default=1),
         same_order=same_order,
     )
 

@@ -87,7 +87,7 @@ def check_same_work(configs: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -
 def check_metric(metric: str, runs: Sequence[Run]) -> None:
     """Raises UsageError for a run that has no scores of `metric`."""
     for run in runs:
-        if metric not in [known.name for known in metrics_of(run.metrics)]:
+        if metric not in [scored.name for scored in metrics_of(run.metrics)]:
             raise UsageError(
                 f"{run.directory} cannot be compared with this run: it has no {metric}; run it "
                 "again with the same metrics in another directory"

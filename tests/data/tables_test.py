@@ -151,14 +151,14 @@ def test_a_folder_of_parquet_files_has_train_and_test(tmp_path):
     file = load(f"parquet:{tmp_path / 'test-0.parquet'}", input="ids", label="next")
     assert (file.y_train.shape, file.y_train.dtype, file.outputs) == ((4, 3), np.int32, 10)
     assert len(load(f"hf:{tmp_path}", input="ids").x_test) == 4  # the layout of the hub
-    held, rows = tmp_path / "held", {"input": "ids"}
-    held.mkdir()
-    parquet.write_table(table.slice(2), held / "test-0.parquet")
-    one = f"parquet:{tmp_path / 'train-0.parquet'}"
-    assert len(load(one, test=str(held), **rows).x_test) == 2
-    assert len(load(one, test=str(tmp_path / "test-0.parquet"), **rows).x_test) == 4
-    for same in (f"parquet:{tmp_path}", one):
-        line = message(lambda at=same: load(at, test=at.removeprefix("parquet:"), **rows))
+    test_folder, rows = tmp_path / "held", {"input": "ids"}
+    test_folder.mkdir()
+    parquet.write_table(table.slice(2), test_folder / "test-0.parquet")
+    train_file = f"parquet:{tmp_path / 'train-0.parquet'}"
+    assert len(load(train_file, test=str(test_folder), **rows).x_test) == 2
+    assert len(load(train_file, test=str(tmp_path / "test-0.parquet"), **rows).x_test) == 4
+    for source in (f"parquet:{tmp_path}", train_file):
+        line = message(lambda at=source: load(at, test=at.removeprefix("parquet:"), **rows))
         assert line.startswith("parquet.test names the training examples")
     line = message(lambda: load("hf:mnist", test="train", **rows))
     assert line.startswith("hf.test names the training examples")
