@@ -36,24 +36,29 @@ PAPER = flags.DEFINE_bool(
     "Dataset, clients, rounds, seeds, values and methods as in the paper, except those that are "
     "given: hours or days.",
 )
-CLIENTS = flags.DEFINE_integer("clients", 10, "Number of clients.", lower_bound=1)
-METHODS = flags.DEFINE_list("methods", [], "Methods to run. Default: all.")
+CLIENTS = flags.DEFINE_integer(
+    "clients", 10, "Number of clients, where a study does not fix it.", lower_bound=1
+)
+METHODS = flags.DEFINE_list("methods", [], "Methods of a study that compares some. Default: all.")
 SEEDS = flags.DEFINE_integer("seeds", 1, "Number of seeds 0, 1, ...", lower_bound=1)
 SET = flags.DEFINE_multi_string("set", [], overrides.HELP)
 DATA_DIR = define_data_dir(flags.FLAGS)
 
 _COLUMNS = 5  # most columns of a printed table
 _LISTED = 4  # most numbers in a cell
+_FLAGS_OF_SOME = ("clients", "methods")  # flags that not every study reads
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # safe for the colour-blind
 Study = Callable[[], tuple[dict[str, Any], Figure | None]]
 
 
 class Length(NamedTuple):
-    """Rounds of a study, and what else --paper sets, unless the command line does."""
+    """Rounds of a study, what else --paper sets, and which flags of some studies it has."""
 
     short: int  # rounds that take minutes on two cores
     paper: int  # rounds of the paper
-    dataset: str | None = None  # None leaves the flag's default, here and below
+    has: Collection[str] = ()  # of _FLAGS_OF_SOME, those that the study reads
+    # With --paper, unless the command line sets them. None leaves the flag's default.
+    dataset: str | None = None
     clients: int | None = None
     seeds: int | None = None
 
@@ -92,6 +97,13 @@ def accuracies(results: Sequence[runner.Result]) -> dict[str, Any]:
 def scope(short: Any, paper: Any) -> Any:
     """Returns `paper` with --paper, else `short`."""
     return paper if PAPER.value else short
+
+
+def refuse_flag(name: str, study: str, when: str = "") -> None:
+    """Raises UsageError if the command line has a flag that the study does not read."""
+    if flags.FLAGS[name].present:
+        place = " ".join(filter(None, [f"the study {study}", when]))
+        raise UsageError(f"--{name} has no effect on {place}; leave it out")
 
 
 def select_methods(rows: Collection[str], short: Sequence[str] = ()) -> list[str]:
@@ -143,9 +155,12 @@ def main(
     if argv[1] not in studies:
         raise UsageError(f"there is no study {argv[1]!r}{suggestion(argv[1], studies)}")
     length = lengths.get(argv[1], lengths[""])
+    for name in _FLAGS_OF_SOME:
+        if name not in length.has:
+            refuse_flag(name, argv[1])
     flags.set_default(ROUNDS, scope(length.short, length.paper))
     if PAPER.value:
-        for flag, value in zip((DATASET, CLIENTS, SEEDS), length[2:], strict=True):
+        for flag, value in zip((DATASET, CLIENTS, SEEDS), length[3:], strict=True):
             if value is not None:
                 flags.set_default(flag, value)
     for change in SET.value:

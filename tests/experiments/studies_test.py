@@ -1,12 +1,9 @@
 """Studies of the papers: their arithmetic, settings and presets."""
 
-import copy
-import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from absl import flags
 
 from experiments import reproduce
 from experiments.papers import study as common
@@ -22,22 +19,7 @@ from fedjax_pfl.presets import factorized_fl as factorized_presets
 from fedjax_pfl.presets import pfedhn as pfedhn_presets
 from fedjax_pfl.report import text_tables
 from fedjax_pfl.settings import configuration
-from tests.commands import message
 from tests.experiments.reproduce_test import page, write_run
-
-
-@pytest.fixture
-def parse(monkeypatch):
-    """Parses flags into a copy of them, for one test."""
-
-    def parse(*arguments):
-        monkeypatch.setattr(flags, "FLAGS", copy.deepcopy(flags.FLAGS))
-        names = ("rounds", "paper", "methods", "out", "seeds", "set", "dataset", "clients")
-        for flag in (*(getattr(common, name.upper()) for name in names), factorized_fl.SETTING):
-            monkeypatch.setattr(flag, "_flagvalues", flags.FLAGS)
-        flags.FLAGS(["studies", *arguments])
-
-    return parse
 
 
 def test_agreement_of_weights_and_overlap():
@@ -52,26 +34,6 @@ def test_agreement_of_weights_and_overlap():
     correlation, top, _ = pfedla.agreement(ordered[:, ::-1], overlap)
     assert top == pytest.approx(1 / 3)
     assert correlation < 0
-
-
-@pytest.mark.parametrize("system", [pfedla, pfedhn, fedmn, factorized_fl], ids=lambda s: s.__name__)
-def test_without_a_name_all_studies_are_listed(system, capsys):
-    common.main(system.STUDIES, system.__doc__, ["x"], "pfedla", system.LENGTHS)
-    text = capsys.readouterr().out
-    for name in system.STUDIES:
-        assert re.search(rf"^(\w+, )*{name}\b[\w, ]* \S", text, re.M), name
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["figure66"], "there is no study 'figure66'; did you mean figure6?"),
-        (["figure6", "digits"], "name one study; 'digits' is one word too many"),
-    ],
-)
-def test_wrong_names_of_studies_are_refused(arguments, expected):
-    line = message(common.main, pfedla.STUDIES, "", ["x", *arguments], "pfedla", pfedla.LENGTHS)
-    assert line == expected
 
 
 def test_mean_and_deviation_over_seeds():
@@ -106,105 +68,9 @@ def test_the_control_of_factorized_fl_mixes_no_clients(monkeypatch):
     assert (configs["beta"].factorized_fl.tau, configs["beta"].factorized_fl.minimum) == (0, 10)
 
 
-def test_figure_6_has_settings_for_all_methods(monkeypatch, parse):
-    parse()
-    monkeypatch.setattr(factorized_fl, "runs", lambda settings, name: settings)
-    for name in factorized_fl.METHODS:
-        configuration.specify(factorized_fl._method(name))
-    assert factorized_fl._method("factorized_fl_moved").algorithm == "factorized_fl_moved"
-    assert factorized_fl._method("fedfomo").fedfomo.peers == 5
-
-
 def test_frequency_of_matches_excludes_the_last_mixture():
     weights = np.array([[[1, 0], [0.5, 0.5]], [[0.2, 0.8], [0.5, 0.5]], [[0.5, 0.5], [0, 1]]])
     np.testing.assert_array_equal(factorized_fl.frequency(weights), [[2, 1], [2, 2]])
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "expected"),
-    [
-        ("single", [], ("cifar10", "iid", 20, 20)),
-        ("figure6", [], ("cifar10", "permuted-noniid", 20, 50)),
-        ("figure6", ["--setting=domains", "--dataset=cifar100"], ("cifar100", "domains", 20, 100)),
-        ("architectures", ["--rounds=7", "--clients=8"], ("cifar100", "domains", 8, 7)),
-    ],
-)
-def test_paper_sets_data_clients_and_rounds(name, arguments, expected, tmp_path, parse):
-    parse("--paper", f"--out={tmp_path}", *arguments)
-    calls = []
-
-    def study():
-        settings = (common.DATASET, factorized_fl.SETTING, common.CLIENTS, common.ROUNDS)
-        calls.append(tuple(flag.value for flag in settings))
-        return {"x": 1.0}, None
-
-    studies = {name: factorized_fl.as_published(name, study)}
-    common.main(studies, "", ["x", name], "factorized_fl", factorized_fl.LENGTHS)
-    assert calls == [expected]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ([], (20, "digits", 10, 1, ["beta"])),
-        (["--paper"], (50, "cifar10", 75, 3, ["beta", "alpha"])),
-        (["--paper", "--dataset=mnist", "--seeds=2"], (50, "mnist", 75, 2, ["beta", "alpha"])),
-        (["--rounds=3"], (3, "digits", 10, 1, ["beta"])),
-    ],
-)
-def test_a_study_is_short_without_the_flag_paper(arguments, expected, tmp_path, capsys, parse):
-    parse(f"--out={tmp_path}", *arguments)
-    calls = []
-
-    def study():
-        settings = (common.ROUNDS, common.DATASET, common.CLIENTS, common.SEEDS)
-        methods = common.select_methods(["beta", "alpha"], ["beta"])
-        calls.append((*(flag.value for flag in settings), methods))
-        return {"accuracy": 97.25}, None
-
-    length = common.Length(20, 50, "cifar10", 75, 3)
-    common.main({"study": study}, "", ["x", "study"], "pfedla", {"": length})
-    assert calls == [expected]
-    assert "97.25" in capsys.readouterr().out
-
-
-def test_one_seed_for_several_runs_is_refused(tmp_path, parse, capsys):
-    length = common.Length(20, 50)
-    arguments = ({"study": lambda: ({"x": 1.0}, None)}, "", ["x", "study"], "pfedla", {"": length})
-    parse("--set=seed=7", f"--out={tmp_path}")
-    common.main(*arguments)
-    parse("--seeds=3", f"--out={tmp_path / 'new'}")  # the other flags stay
-    line = message(common.main, *arguments)
-    assert line == "--set=seed=7 gives all 3 runs one seed; leave it out, or give --seeds=1"
-    assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("change", ["rounds=7", "dataset=mnist"])
-def test_changes_that_labels_do_not_show_are_refused(change, tmp_path, parse):
-    """The file would say 20 rounds on digits."""
-    parse("--set=momentum=0.5", f"--set={change}", f"--out={tmp_path}")
-    study = {"study": lambda: pytest.fail("a run has started")}
-    line = message(common.main, study, "", ["x", "study"], "pfedla", {"": common.Length(20, 50)})
-    assert line == (
-        f"--set={change} would not be in the names and labels of the results; give --{change}"
-    )
-
-
-def test_a_folder_that_cannot_be_made_is_told_before_training(tmp_path, parse):
-    (tmp_path / "file").touch()
-    parse(f"--out={tmp_path / 'file'}")
-    study = {"study": lambda: pytest.fail("it trains")}
-    line = message(common.main, study, "", ["x", "study"], "pfedla", {"": common.Length(20, 50)})
-    assert line == f"--out={tmp_path / 'file'} cannot be written (File exists)"
-
-
-def test_changes_of_settings_are_refused_where_there_are_none(monkeypatch, parse):
-    """The study of distances trains without a configuration."""
-    parse("--set=learning_rate=0.5")
-    monkeypatch.setattr(gradient_distances, "_one_seed", lambda *_: pytest.fail("it trains"))
-    assert message(gradient_distances.study) == (
-        "distance has no settings to change; leave --set=learning_rate=0.5 out"
-    )
 
 
 def test_share_of_nearest_neighbours_in_the_same_group():

@@ -300,7 +300,11 @@ def as_published(name: str, study: common.Study) -> common.Study:
     return with_paper
 
 
-LENGTHS = {"": common.Length(20, 50), "single": common.Length(20, 20)}
+LENGTHS = {
+    "": common.Length(20, 50, ("clients",)),
+    "figure6": common.Length(20, 50, ("clients", "methods")),
+    "single": common.Length(20, 20, ("clients",)),
+}
 _FIGURES: dict[str, common.Study] = {
     "figure6": figure6,
     "similarity": similarity,

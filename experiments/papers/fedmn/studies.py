@@ -278,7 +278,11 @@ def gates() -> tuple[dict[str, Any], Figure]:
     return {"rounds": rounds, "entropy": entropy.tolist(), "active": share.tolist()}, figure
 
 
-LENGTHS = {"": study.Length(60, 150), "figure2": study.Length(20, 20)}
+LENGTHS = {
+    "": study.Length(60, 150),
+    "figure2": study.Length(20, 20),
+    "conflict": study.Length(60, 150, ("methods",)),
+}
 STUDIES: dict[str, study.Study] = {
     "figure2": figure2,
     "paths": paths,

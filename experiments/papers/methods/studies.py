@@ -128,5 +128,5 @@ def _scatter(numbers: Mapping[str, Any]) -> Figure:
     return figure
 
 
-LENGTHS = {"": study.Length(30, 300)}
+LENGTHS = {"": study.Length(30, 300, ("methods",))}
 STUDIES: dict[str, study.Study] = {"leakage": leakage, "epsilon": epsilon}

@@ -243,6 +243,7 @@ def figure4() -> tuple[dict[str, Any], Figure]:
             )
         config = _config(f"n{CLIENTS.value}", partition="coarse", coarse={"per_client": 1})
     else:
+        study.refuse_flag("clients", "figure4", f"with --dataset={DATASET.value}")
         config = _config("n20", partition="listed")
         config.listed.classes = ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))
         config.listed.examples = 80 if DATASET.value == "digits" else 600
@@ -312,10 +313,10 @@ def fixed() -> tuple[dict[str, Any], Figure]:
 
 
 LENGTHS = {
-    "": study.Length(60, 5000, "cifar10", 50, seeds=3),
-    "novel": study.Length(60, 5000, "cifar10", 100, seeds=3),
-    "figure3": study.Length(60, 5000, "cifar10", 10, seeds=3),
-    "figure4": study.Length(60, 5000, "cifar100", 100, seeds=3),
+    "": study.Length(60, 5000, ("clients",), "cifar10", 50, seeds=3),
+    "novel": study.Length(60, 5000, ("methods",), "cifar10", seeds=3),
+    "figure3": study.Length(60, 5000, ("clients",), "cifar10", 10, seeds=3),
+    "figure4": study.Length(60, 5000, ("clients",), "cifar100", 100, seeds=3),
 }
 STUDIES: dict[str, study.Study] = {
     "spectral": spectral,
