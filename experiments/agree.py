@@ -10,7 +10,7 @@ random, so only the method can differ. Parameters are compared after one and thr
 verdict is the same, or different with the reason. With --rounds, test accuracies are compared after
 that many rounds; each library samples its own batches and evaluates in its own way. The libraries
 run from checkouts, each in its own process with its own Python. The file is written after each
-method, and methods in it are not run again. See docs/agreement.md.
+method, and methods with a result in it are not run again. See docs/agreement.md.
 """
 
 import json
@@ -132,6 +132,44 @@ def compare_parameters(side: Side, name: str) -> Any:
     return verdict(first, last, getattr(METHODS[name], side.library))
 
 
+def parameter_results(
+    sides: Sequence[Side], methods: Sequence[str], out: str | None
+) -> dict[str, Any]:
+    """Returns commits and verdicts by parameters, written to `out` after each method.
+
+    Methods with a verdict in the file are not run again, unless it is "not run".
+    """
+    results = read_results(out, {"commits": _commits(sides), "methods": {}})
+    for side in sides:
+        verdicts = results["methods"].setdefault(side.library, {})
+        for name in methods:
+            is_missing = verdicts.get(name, {}).get("verdict", "not run") == "not run"
+            if getattr(METHODS[name], side.library) is not None and is_missing:
+                verdicts[name] = entry = compare_parameters(side, name)
+                print(f"{side.library} {name}: {entry['verdict']}", file=sys.stderr, flush=True)
+                if out is not None:
+                    _write(out, results)
+    return results
+
+
+def read_results(out: str | None, about: dict[str, Any]) -> dict[str, Any]:
+    """Returns the results in the file `out`, or `about` if there is no such file.
+
+    `about` has the facts that all results share, and "methods" if they are verdicts by parameters.
+    Raises UsageError if the file has results of the other kind, or other facts.
+    """
+    if out is None or not Path(out).is_file():
+        return about
+    stored: dict[str, Any] = json.loads(Path(out).read_text())
+    if ("methods" in stored) != ("methods" in about):
+        kind = "parameters" if "methods" in stored else "accuracies"
+        raise UsageError(f"{out} has results by {kind}; name another")
+    for key, value in about.items():
+        if key != "methods" and stored.get(key) != value:
+            raise UsageError(f"{out} has {key} {stored.get(key)}, not {value}; name another")
+    return stored
+
+
 def rival_accuracies(
     side: Side, names: Sequence[str], seeds: int, rounds: int
 ) -> Iterator[tuple[str, scored.Accuracies]]:
@@ -161,14 +199,8 @@ def accuracies(
 
     Methods that the file already has are not run again.
     """
-    commits = {side.library: rivals.commit(side.checkout) for side in sides}
-    results: scored.Results = {"rounds": rounds, "seeds": seeds, "commits": commits}
-    if out is not None and Path(out).is_file():
-        stored = json.loads(Path(out).read_text())
-        for key, value in results.items():
-            if stored.get(key) != value:
-                raise UsageError(f"{out} has {key} {stored.get(key)}, not {value}; name another")
-        results = stored
+    about = {"rounds": rounds, "seeds": seeds, "commits": _commits(sides)}
+    results: scored.Results = read_results(out, about)
     library_scores = results.setdefault("library", {})
     for side in sides:
         rival_scores = results.setdefault("rivals", {}).setdefault(side.library, {})
@@ -183,6 +215,10 @@ def accuracies(
             if out is not None:
                 _write(out, results)
     return results
+
+
+def _commits(sides: Sequence[Side]) -> dict[str, str]:
+    return {side.library: rivals.commit(side.checkout) for side in sides}
 
 
 def _print(result: text_tables.Table, sentences: Sequence[str]) -> None:
@@ -231,6 +267,8 @@ def main(argv: Sequence[str]) -> None:
     for name in flag_values.methods:
         if name not in METHODS:
             raise UsageError(f"--methods has {name!r}{configuration.suggestion(name, METHODS)}")
+    if not flag_values.rounds and not flag_values["seeds"].using_default_value:
+        raise UsageError("--seeds has no effect without --rounds; leave it out")
     paths = {key: str(flag_values[key].value) for key in LIBRARIES if flag_values[key].value}
     if not paths:
         raise UsageError("name a checkout: --pfllib=PATH or --fl_bench=PATH")
@@ -249,16 +287,8 @@ def main(argv: Sequence[str]) -> None:
         results = accuracies(sides, methods, flag_values.seeds, flag_values.rounds, flag_values.out)
         _print(scored.table(results), scored.reasons(results))
         return
-    verdicts: dict[str, dict[str, Any]] = {side.library: {} for side in sides}
-    for side in sides:
-        for name in methods:
-            if getattr(METHODS[name], side.library) is not None:
-                verdicts[side.library][name] = verdict = compare_parameters(side, name)
-                print(f"{side.library} {name}: {verdict['verdict']}", file=sys.stderr, flush=True)
+    verdicts = parameter_results(sides, methods, flag_values.out)["methods"]
     _print(table(verdicts), reasons(verdicts))
-    if flag_values.out is not None:
-        commits = {side.library: rivals.commit(side.checkout) for side in sides}
-        _write(flag_values.out, {"commits": commits, "methods": verdicts})
 
 
 if __name__ == "__main__":
@@ -268,7 +298,7 @@ if __name__ == "__main__":
     flags.DEFINE_list("methods", [], "Methods to compare. Default: all.")
     flags.DEFINE_integer("rounds", 0, "Compare accuracies after this many rounds.", lower_bound=0)
     flags.DEFINE_integer(
-        "seeds", 3, "Seeds of the accuracies, for their standard deviation.", lower_bound=2
+        "seeds", 3, "With --rounds: seeds, for the standard deviation.", lower_bound=2
     )
     flags.DEFINE_string("out", None, "JSON file of the results.")
     flags.DEFINE_float("limit", 300.0, "Most seconds that an answer may take.")

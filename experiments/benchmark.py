@@ -223,6 +223,7 @@ def main(argv: Sequence[str]) -> None:
         print(listing())
         return
     if flag_values.device == "gpu":
+        device_list.refuse_flags(flag_values)
         device_list.run_all(flag_values.out, flag_values.seconds)
         return
     names = select_workloads(flag_values.work)

@@ -186,6 +186,19 @@ def require_recorded(
             )
 
 
+def require_no_more_seeds(
+    leaderboard: Mapping[str, Any], name: str, methods: Sequence[str], seeds: int, out: Path
+) -> None:
+    """Raises UsageError if a method's results of the split `name` have more seeds than `seeds`."""
+    lines = leaderboard["columns"].get(name, {"methods": {}})["methods"]
+    for method in methods:
+        if (recorded := len(lines.get(method, {}).get("seeds", []))) > seeds:
+            raise UsageError(
+                f"{out} has results of {method} on {name} with {recorded} seeds, not {seeds}; give "
+                f"--seeds={recorded}, other --methods or another --out"
+            )
+
+
 def main(argv: Sequence[str]) -> None:
     """Runs the command line."""
     flag_values = flags.FLAGS
@@ -207,6 +220,7 @@ def main(argv: Sequence[str]) -> None:
         }
         if not flag_values.only_show:
             require_recorded(boards, name, about, out)
+            require_no_more_seeds(boards, name, methods, flag_values.seeds, out)
         configs = configured(column, methods)
         for config in configs.values():
             config.data_dir = flag_values.data_dir

@@ -50,6 +50,7 @@ from fedjax_pfl.simulation.stores import ClientStore
 from fedjax_pfl.simulation.streamed import StreamedProgram
 
 _STEPS = TRAIN // BATCH
+COHORT = 100  # also of recorded rows that do not state it
 _FOLDER = os.environ.get("TMPDIR")
 _LIBRARIES = ("pfllib", "fl_bench")
 _SETTINGS: dict[str, dict[str, Any]] = {
@@ -161,7 +162,8 @@ def measure_libraries(
             if any(row["clients"] == clients for row in rows):
                 continue
             arguments = (clients, flag.cohort, flag.most, flag.limit)
-            row: dict[str, Any] = {"clients": clients, "commit": rivals.commit(checkout)}
+            facts = {"cohort": flag.cohort, "commit": rivals.commit(checkout)}
+            row: dict[str, Any] = {"clients": clients, **facts}
             try:
                 row |= measure_library(command, checkout, *arguments)
                 print(f"{key}, {clients} clients: {row['peak'] / 2**30:.2f} GiB", flush=True)
@@ -172,18 +174,43 @@ def measure_libraries(
             out.write_text(json.dumps(results, indent=2) + "\n")
 
 
+def require_cohort(results: dict[str, list[dict[str, Any]]], cohort: int, out: Path) -> None:
+    """Raises UsageError if results in the file `out` were measured with another cohort."""
+    for label, rows in results.items():
+        for row in rows:
+            if (recorded := row.get("cohort", COHORT)) != cohort:
+                raise UsageError(
+                    f"{out} has results of {label} with cohort {recorded}, not {cohort}; "
+                    "give another --out"
+                )
+
+
+def curves(results: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """Returns the successful rows of each curve by its label, sorted by number of clients.
+
+    If a label has rows of several stores, each store has its own curve.
+    """
+    curves_by_label = {}
+    for label, rows in results.items():
+        stores = dict.fromkeys(row.get("store") for row in rows)  # None: another library
+        for store in stores:
+            name = label if len(stores) == 1 else f"{label}, {store}"
+            of_store = (row for row in rows if row["ok"] and row.get("store") == store)
+            curves_by_label[name] = sorted(of_store, key=lambda row: row["clients"])
+    return curves_by_label
+
+
 def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """Draws peak memory and the time of a step against the number of clients, and saves it."""
     from matplotlib import pyplot
 
     figure, (memory, step) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     figure.set_facecolor("white")
-    for method, rows in results.items():
-        rows = sorted((row for row in rows if row["ok"]), key=lambda row: row["clients"])
+    for label, rows in curves(results).items():
         clients = [row["clients"] for row in rows]
         is_timed = all("step" in row for row in rows)
         peaks = [row["peak"] / 2**30 for row in rows]
-        (line,) = memory.loglog(clients, peaks, "o-" if is_timed else "x:", label=method)
+        (line,) = memory.loglog(clients, peaks, "o-" if is_timed else "x:", label=label)
         if is_timed:
             times = [row["step"] / row["few_step"] for row in rows]
             step.loglog(clients, times, "o-", color=line.get_color())
@@ -208,6 +235,9 @@ def main(argv: Sequence[str]) -> None:
         raise UsageError(f"{argv[1]!r} is no flag; see --help")
     if flag_values.server and (flag_values.model != "lenet" or flag_values.written):
         raise UsageError("--server measures LeNet from an empty store; omit --model and --written")
+    libraries = [key for key in _LIBRARIES if flag_values[key].value]
+    if flag_values.server and libraries:
+        raise UsageError(f"--server measures this library; omit --{' and --'.join(libraries)}")
     if flag_values.only:
         method, clients = flag_values.only.split(":")
         options: list[Any] = [flag_values[name].value for name in _PASSED]
@@ -231,7 +261,8 @@ def main(argv: Sequence[str]) -> None:
     name = "server_share" if flag_values.server else "many_clients"
     out = Path(flag_values.out or f"experiments/results/{name}.json")
     results: dict[str, list[dict[str, Any]]] = json.loads(out.read_text()) if out.exists() else {}
-    libraries = [key for key in _LIBRARIES if flag_values[key].value]
+    if not flag_values.server:
+        require_cohort(results, flag_values.cohort, out)
     measure_libraries(libraries, results, out)
     methods = [] if libraries else flag_values.methods
     for clients in flag_values.clients:
@@ -244,8 +275,11 @@ def main(argv: Sequence[str]) -> None:
             ):
                 label += f", {flag_values.hidden} hidden units"
             rows = results.setdefault(label, [])
-            key = (int(clients), flag_values.store)
-            if any((row["clients"], row["store"]) == key for row in rows):
+            cohort = flag_values.cohort
+            if flag_values.server:  # as `server_share.measure` returns it
+                cohort = min(cohort, int(clients))
+            measured = {(row["clients"], row["store"], row.get("cohort", COHORT)) for row in rows}
+            if (int(clients), flag_values.store, cohort) in measured:
                 print(f"{label}, {clients} clients: {out} has it, not measured again")
                 continue
             flag = [
@@ -257,7 +291,8 @@ def main(argv: Sequence[str]) -> None:
             )
             last = (ran.stdout.splitlines() or [""])[-1]
             row = json.loads(last) if ran.returncode == 0 else {"clients": int(clients)}
-            rows.append({**row, "store": flag_values.store, "ok": ran.returncode == 0})
+            facts = {"cohort": cohort, "store": flag_values.store, "ok": ran.returncode == 0}
+            rows.append({**row, **facts})
             if ran.returncode:
                 line = (ran.stderr.splitlines() or [""])[-1]
             elif flag_values.server:
@@ -286,7 +321,7 @@ if __name__ == "__main__":
     flags.DEFINE_integer(
         "hidden", 100, "Hidden units of pFedLA's hypernetworks, with --server.", lower_bound=1
     )
-    flags.DEFINE_integer("cohort", 100, "Clients in a round.", lower_bound=1)
+    flags.DEFINE_integer("cohort", COHORT, "Clients in a round.", lower_bound=1)
     flags.DEFINE_integer("rounds", 3, "Timed rounds.", lower_bound=1)
     flags.DEFINE_integer(
         "written", 0, "Clients whose state is written before the first round.", lower_bound=0

@@ -9,6 +9,8 @@ down    arrays that one client downloads in a round; traffic is less if some are
 up      arrays that one client uploads
 mixing  bytes that each of --devices devices receives from the others in a round, with --cohort
         clients per round and the second of --clients
+
+Methods that need another network than --model are left out.
 """
 
 import json
@@ -34,6 +36,17 @@ from fedjax_pfl.simulation.forecast import format_bytes
 from fedjax_pfl.simulation.rounds import make_rounds
 
 _EXAMPLES = 16  # of each client; they are not part of a state
+_SHAPE = (32, 32, 3)  # of an example
+
+
+def takes_images(model: str) -> bool:
+    """Returns True if a network takes the examples, which are images."""
+    network = configuration.MODELS[model](outputs=10)
+    try:
+        jax.eval_shape(network.init, jax.random.key(0), jnp.zeros((1, *_SHAPE)))
+    except Exception:  # flax raises any type if an input does not fit a layer
+        return False
+    return True
 
 
 class Sizes(NamedTuple):
@@ -56,7 +69,7 @@ def sizes(method: str, clients: int, model: str = "lenet") -> Sizes:
     key, i = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32)
     state = jax.eval_shape(algorithm.init, key)
     split = Split(jax.ShapeDtypeStruct((_EXAMPLES,), jnp.int32), i)
-    images = jax.ShapeDtypeStruct((_EXAMPLES, 32, 32, 3), jnp.float32)
+    images = jax.ShapeDtypeStruct((_EXAMPLES, *_SHAPE), jnp.float32)
     labels = jax.ShapeDtypeStruct((_EXAMPLES,), jnp.int32)
     data = ClientData(images, labels, split, split, None, None, None, None)
     payload = jax.eval_shape(
@@ -72,7 +85,7 @@ def _make_method(method: str, clients: int, model: str) -> tuple[Algorithm, Fede
     """Returns a method with default settings, and its federation without examples."""
     counts = np.full(clients, _EXAMPLES, np.int32)
     federation = Federation(
-        counts, (32, 32, 3), 10, np.ones(clients, bool), np.zeros(clients, np.int32), counts
+        counts, _SHAPE, 10, np.ones(clients, bool), np.zeros(clients, np.int32), counts
     )
     settings = configuration.default().get(method)
     factory = configuration.MODELS[model]
@@ -102,7 +115,7 @@ def gathered(method: str, clients: int, model: str = "lenet") -> tuple[int, int]
     )
     rounds = make_rounds(algorithm, federation, cohort=4, mesh=mesh)
     split = Split(_array(clients, _EXAMPLES), _array(clients))
-    images = _array(_EXAMPLES, 32, 32, 3, dtype=jnp.float32)
+    images = _array(_EXAMPLES, *_SHAPE, dtype=jnp.float32)
     data = FederatedData(images, _array(_EXAMPLES), split, split, split)
     key = jax.eval_shape(lambda: jax.random.key(0))
     state = jax.eval_shape(rounds.init, key)
@@ -160,6 +173,9 @@ def main(argv: Sequence[str]) -> None:
     if flag_values.model not in configuration.MODELS:
         choices = ", ".join(configuration.MODELS)
         raise UsageError(f"--model={flag_values.model} is none of {choices}")
+    if not takes_images(flag_values.model):
+        choices = ", ".join(filter(takes_images, configuration.MODELS))
+        raise UsageError(f"--model={flag_values.model} does not take images; use one of {choices}")
     require_folders(flag_values, "out")
     middle = columns[min(1, len(columns) - 1)]
     cohort = min(flag_values.cohort, middle)
@@ -168,7 +184,11 @@ def main(argv: Sequence[str]) -> None:
     print("state".ljust(15) + "".join(h.rjust(w) for h, w in zip(heads, widths, strict=True)))
     results: dict[str, Any] = {}
     for method in flag_values.methods or sorted(configuration.ALGORITHMS):
-        sizes_by_clients = {n: sizes(method, n, flag_values.model) for n in columns}
+        try:
+            sizes_by_clients = {n: sizes(method, n, flag_values.model) for n in columns}
+        except UsageError as error:  # the network lacks what the method needs
+            print(f"{method.ljust(15)}left out: {error}")
+            continue
         grows = growth(method, flag_values.model)
         largest = grows.most(flag_values.memory_gb * 1e9)
         first = sizes_by_clients[columns[0]]
@@ -209,7 +229,7 @@ if __name__ == "__main__":
     # Here, because other commands have flags of these names.
     flags.DEFINE_list("clients", ["10", "1000", "1000000"], "Numbers of clients.")
     flags.DEFINE_float("memory_gb", 80.0, "Memory that the state may fill.", lower_bound=0.1)
-    flags.DEFINE_string("model", "lenet", "Network, on 32x32x3 examples with ten classes.")
+    flags.DEFINE_string("model", "lenet", "Network, for 32x32x3 images of ten classes.")
     flags.DEFINE_list("methods", [], "Methods. Default: all.")
     flags.DEFINE_integer("cohort", 100, "Clients in a round, for mixing.", lower_bound=1)
     flags.DEFINE_integer("devices", 8, "Devices, for mixing.", lower_bound=1)

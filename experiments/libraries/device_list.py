@@ -7,8 +7,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from experiments.libraries import rivals
 from fedjax_pfl.core.errors import UsageError
 
 
@@ -40,6 +41,15 @@ ITEMS = {
     "mlp": _work("mlp", 40),
     "contract": Item((*_PYTEST, "-n", "8", "-m", "not slow", "tests/contract_test.py"), 240),
 }
+
+
+def refuse_flags(flag_values: Any) -> None:
+    """Raises UsageError if a flag was given that the items have their own values for."""
+    names = ["work", "repeats", "limit", "torch", "add", "picture", "note"]
+    for name in [*names, *(key + end for key in rivals.RIVALS for end in ("", "_python"))]:
+        if not flag_values[name].using_default_value:
+            flag_name = f"no{name}" if flag_values[name].value is False else name
+            raise UsageError(f"--{flag_name} has no effect with --device; leave it out")
 
 
 def run_all(out: str | None, seconds: float) -> None:

@@ -89,6 +89,8 @@ def write_audit(call: Call) -> None:
         (folder / "audit.json").write_text(json.dumps(facts.as_json(), indent=2) + "\n")
         if facts.inversion.psnr:
             audit.draw(facts.inversion).savefig(folder / "images.png", dpi=120)
+        else:  # of an earlier audit
+            (folder / "images.png").unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"{folder} cannot be written ({error.strerror})") from None
     print(text_tables.text(audit.tables(facts)))

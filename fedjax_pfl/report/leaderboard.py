@@ -4,6 +4,7 @@ import html
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -91,19 +92,45 @@ def ranked(methods: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Mapping[
 
 
 def table(name: str, column: Mapping[str, Any]) -> Table:
-    """Returns the table of a split, best method first; `column` is as returned by `column`."""
-    about = column["about"]
+    """Returns the table of a split, best method first; `column` is as returned by `column`.
+
+    A method with another number of seeds than most methods has its number in its label.
+    """
+    about, labels = column["about"], _labels(column["methods"])
+    seeds = "seeds"
+    if len(counts := _seed_counts(column["methods"])) > 1:
+        seeds = f"{_count(counts.most_common(1)[0][0])} unless stated otherwise"
     settings = "".join(f", {key}={value}" for key, value in about.get("settings", {}).items())
     caption = (
         f"{name} ({about['words']}{settings}), {about['rounds']} rounds of {about['local_epochs']} "
-        "local epochs: accuracy in per cent, mean ± sample standard deviation over seeds. Settings "
-        f"are the best of {about['budget']} on validation examples."
+        f"local epochs: accuracy in per cent, mean ± sample standard deviation over {seeds}. "
+        f"Settings are the best of {about['budget']} on validation examples."
     )
     papers, variants = (
-        [[method_labels.table_label(name), *_cells(line)] for name, line in part]
+        [[labels[name], *_cells(line)] for name, line in part]
         for part in _papers_and_variants(column["methods"])
     )
     return Table(caption=caption, heads=HEADS, rows=papers, variants=variants)
+
+
+def _seed_counts(methods: Mapping[str, Mapping[str, Any]]) -> Counter[int]:
+    """Returns how many methods have each number of seeds."""
+    return Counter(len(line["seeds"]) for line in methods.values() if "cannot" not in line)
+
+
+def _labels(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Returns labels by method, with the number of seeds if most methods have another number."""
+    most_common = _seed_counts(methods).most_common(1)
+    labels = {}
+    for name, line in methods.items():
+        labels[name] = method_labels.table_label(name)
+        if "cannot" not in line and len(line["seeds"]) != most_common[0][0]:
+            labels[name] += f", {_count(len(line['seeds']))}"
+    return labels
+
+
+def _count(seeds: int) -> str:
+    return f"{seeds} seed" if seeds == 1 else f"{seeds} seeds"
 
 
 def _papers_and_variants(
@@ -153,6 +180,7 @@ def draw(name: str, column: Mapping[str, Any]) -> Picture:
         for part in _papers_and_variants(column["methods"])
     )
     lines = [*variants, *papers]  # from the bottom up
+    labels = _labels(column["methods"])
     figure, axes = drawing.new_axes(f"Accuracy on {name}", 1.4 + 0.24 * len(lines))
     for stage in ("after", "before"):
         points = [(line[stage], y) for y, (_, line) in enumerate(lines) if line[stage]]
@@ -166,7 +194,7 @@ def draw(name: str, column: Mapping[str, Any]) -> Picture:
             linewidth=1.2,
             label=f"{stage} local training",
         )
-    axes.set_yticks(range(len(lines)), [method_labels.table_label(name) for name, _ in lines])
+    axes.set_yticks(range(len(lines)), [labels[name] for name, _ in lines])
     if variants:
         axes.axhline(len(variants) - 0.5, color=drawing.INK, linewidth=0.8)
     axes.set_xlabel("accuracy (%), mean and deviation over seeds")

@@ -3,20 +3,23 @@
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from fedjax_pfl import audit
 from fedjax_pfl.audit import inversion
 from fedjax_pfl.data.pictures import pixels
-from fedjax_pfl.runs import runner
+from fedjax_pfl.runs import export, runner
 from tests.commands import message, run_here
 from tests.runs.common import contents
 from tests.runs.export_test import BASE
 
-pytestmark = pytest.mark.slow("whole runs; inversion_test and membership_test have the quick ones")
+SLOW = pytest.mark.slow("whole runs; inversion_test and membership_test have the quick ones")
 
 
+@SLOW
 def test_the_command_audits_a_run(tmp_path, capsys, monkeypatch):
     directory, out = tmp_path / "run", tmp_path / "out"
     runner.run({**BASE, "algorithm": "fedper", "upload_bits": 8}, directory)
@@ -45,6 +48,7 @@ def test_the_command_audits_a_run(tmp_path, capsys, monkeypatch):
     run_here("audit", directory, *flags)
     assert "none, because the search ends in values that are" in capsys.readouterr().out
     assert json.loads((out / "audit.json").read_text())["inversion"]["psnr"] == []
+    assert {path.name for path in out.iterdir()} == {"audit.json"}
 
     assert message(run_here, "audit", out) == "say where the files go: --out=FOLDER"
     assert message(run_here, "audit", f"--out={out}").startswith("name one run directory")
@@ -63,6 +67,22 @@ def test_the_command_audits_a_run(tmp_path, capsys, monkeypatch):
     assert "has not finished" in message(run_here, "audit", copied, f"--out={out}")
 
 
+def test_images_of_an_earlier_audit_are_removed(tmp_path, monkeypatch):
+    def facts(psnr):
+        inversion = SimpleNamespace(psnr=psnr, savefig=lambda path, dpi: path.touch())
+        return SimpleNamespace(inversion=inversion, as_json=lambda: {"psnr": psnr})
+
+    monkeypatch.setattr(export, "load_result", lambda *_, **__: None)
+    monkeypatch.setattr(export, "client_ids", lambda *_: [0])
+    monkeypatch.setattr(audit, "draw", lambda inversion: inversion)
+    monkeypatch.setattr(audit, "tables", lambda facts: [])
+    for psnr, names in (([], []), ([20.0], ["images.png"]), ([], [])):
+        monkeypatch.setattr(audit, "audit", lambda *_, psnr=psnr, **__: facts(psnr))
+        run_here("audit", "run", f"--out={tmp_path}")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["audit.json", *names]
+
+
+@SLOW
 def test_a_body_that_stays_on_the_client_hides_images(tmp_path, capsys):
     directory, out = tmp_path / "run", tmp_path / "out"
     runner.run({**BASE, "algorithm": "fedproto", "upload_bits": 8}, directory)
@@ -78,6 +98,7 @@ def test_a_body_that_stays_on_the_client_hides_images(tmp_path, capsys):
     assert line == "the upload has no fully connected layer with a bias; leave compare_inputs out"
 
 
+@SLOW
 def test_examples_must_be_images(tmp_path):
     vectors = {**BASE["synthetic"], "shape": (5,)}
     runner.run({**BASE, "algorithm": "fedavg", "synthetic": vectors}, tmp_path / "run")

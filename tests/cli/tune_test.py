@@ -55,6 +55,16 @@ def test_presets_of_a_file_may_leave_settings_out(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:the load_module")  # of configuration files
+@pytest.mark.parametrize("setting", ["reference=True", "reference_runs=runs/a"])
+def test_reference_runs_are_refused(setting, monkeypatch):
+    monkeypatch.setattr(search, "run_search", lambda *_, **__: pytest.fail("it runs"))
+    settings = [f"--config.{setting}", "--config.validation_fraction=.2"]
+    line = message(run_here, "tune", *settings, "--grid=learning_rate=.1,.2")
+    name = setting.partition("=")[0]
+    assert line == f"the setting {name} cannot be combined with a grid; leave {name} out"
+
+
+@pytest.mark.filterwarnings("ignore:the load_module")  # of configuration files
 @pytest.mark.parametrize("condition", ["preset == 'x'", "preset == 'x-pfedla'"])
 @pytest.mark.parametrize(
     ("setting", "text"),

@@ -2,11 +2,13 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from absl import flags
 
 from experiments import agree
 from experiments.libraries import reference_work, rivals
@@ -14,6 +16,7 @@ from experiments.libraries.methods import EPOCHS, METHODS, Rival
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.examples import client_data
+from tests.commands import Flags, message
 
 # FedAvg in NumPy. `faster` multiplies the learning rate of the second client.
 STAND_IN = """
@@ -94,6 +97,59 @@ def test_verdicts_of_a_faster_and_of_a_missing_method(stand_in, monkeypatch, tmp
     table = agree.table(results)
     assert [row[:2] for row in table.rows] == [["fedavg", "differs"], ["ditto", "not run"]]
     assert agree.reasons(results)[0] == "fedavg in PFLlib: it hurries"
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch):
+    """Calls the command with comparisons that take no time; returns those made and the file."""
+
+    def call(*methods, commit="abc", verdict="same", **options):
+        compared = []
+
+        def compare_parameters(side, name):
+            compared.append(name)
+            return {"verdict": verdict}
+
+        values = {"methods": list(methods), "rounds": 0, "limit": 1.0, "pfllib": "checkout"}
+        values |= {"out": str(tmp_path / "out.json")} | options
+        monkeypatch.setattr(flags, "FLAGS", Flags(**values))
+        monkeypatch.setattr(rivals, "checkout", lambda key, path: path)
+        monkeypatch.setattr(rivals, "commit", lambda path: commit)
+        monkeypatch.setattr(agree, "compare_parameters", compare_parameters)
+        agree.main(["agree"])
+        return compared, json.loads((tmp_path / "out.json").read_text())
+
+    return call
+
+
+def test_results_of_earlier_calls_stay(call, tmp_path):
+    """Only methods without a verdict are compared, and the file is written after each of them."""
+    same, not_run = {"verdict": "same"}, {"verdict": "not run"}
+    assert call("fedavg") == (
+        ["fedavg"],
+        {"commits": {"pfllib": "abc"}, "methods": {"pfllib": {"fedavg": same}}},
+    )
+    call("ditto", verdict="not run")
+    verdicts = {"fedavg": same, "ditto": not_run}
+    assert call("fedavg", verdict="differs")[1]["methods"] == {"pfllib": verdicts}
+    compared, written = call("fedavg", "ditto")
+    assert compared == ["ditto"]
+    assert written["methods"] == {"pfllib": {"fedavg": same, "ditto": same}}
+    file = tmp_path / "out.json"
+    assert message(partial(call, "moon", commit="abd")) == (
+        f"{file} has commits {{'pfllib': 'abc'}}, not {{'pfllib': 'abd'}}; name another"
+    )
+    assert message(partial(call, "moon", rounds=5, seeds=3)) == (
+        f"{file} has results by parameters; name another"
+    )
+    file.write_text(json.dumps({"rounds": 5, "commits": {"pfllib": "abc"}, "library": {}}))
+    assert message(call, "moon") == f"{file} has results by accuracies; name another"
+
+
+def test_seeds_need_rounds(call):
+    assert message(partial(call, "fedavg", seeds=3)) == (
+        "--seeds has no effect without --rounds; leave it out"
+    )
 
 
 def test_gap_on_worked_numbers():

@@ -89,6 +89,21 @@ def test_ranks_and_cells():
     assert board.text({"columns": {}}) == "no method has finished yet"
 
 
+def test_another_number_of_seeds_is_shown():
+    """Two methods have three seeds; the third has one, so its score has no deviation."""
+    single = {**line(0.7), "seeds": [100], "before": spread(0.7, None)}
+    methods = {**RECORD["columns"]["digits"]["methods"], "fedper": single}
+    column = {**RECORD["columns"]["digits"], "methods": methods}
+    table = board.table("digits", column)
+    labels = {row[0]: row[1] for row in table.rows}
+    assert labels["FedPer, 1 seed"] == "70.00"
+    assert {"Ditto", "Local", "FedBN", "FedAvg"} < set(labels)
+    assert "over 3 seeds unless stated otherwise. Settings" in table.caption
+    ticks = board.draw("digits", column).figure.axes[0].get_yticklabels()
+    assert "FedPer, 1 seed" in [text.get_text() for text in ticks]
+    assert "over seeds. Settings" in board.table("digits", RECORD["columns"]["digits"]).caption
+
+
 def test_variants_of_this_library_stand_below_a_line(monkeypatch):
     monkeypatch.setitem(METHODS, "ditto", METHODS["ditto"]._replace(variant_of=METHODS["fedavg"]))
     column = RECORD["columns"]["digits"]
@@ -189,6 +204,19 @@ def test_another_budget_is_refused_before_any_run(call, tmp_path):
         "digits": (4, ["fedavg"]),
         "mnist": (8, ["fedavg"]),
     }
+
+
+def test_fewer_seeds_are_refused_before_any_run(call, tmp_path):
+    """A method with more seeds keeps them; others are free."""
+    call()
+    values = {"methods": ["ditto", "fedavg"], "seeds": 1}
+    line = message(partial(call, lambda: pytest.fail("a run has started"), **values))
+    assert line == (
+        f"{tmp_path} has results of fedavg on digits with 3 seeds, not 1; give --seeds=3, other "
+        "--methods or another --out"
+    )
+    call(only_show=True, **values)
+    assert call(methods=["ditto"], seeds=1) == {"digits": (4, ["fedavg", "ditto"])}
 
 
 def test_only_show_writes_nothing(call, tmp_path, capsys):

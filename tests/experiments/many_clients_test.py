@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,14 @@ def test_flags_that_the_server_measurement_does_not_have_are_refused(options, mo
     )
 
 
+def test_the_server_is_measured_without_other_libraries(monkeypatch):
+    values = {"server": True, "model": "lenet", "written": 0, "pfllib": "a", "fl_bench": "b"}
+    monkeypatch.setattr(flags, "FLAGS", Flags(**values))
+    assert message(many_clients.main, sys.argv[:1]) == (
+        "--server measures this library; omit --pfllib and --fl_bench"
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -64,6 +73,60 @@ def test_wrong_flags_are_refused_before_any_process(options, expected, tmp_path,
     monkeypatch.setattr(flags, "FLAGS", Flags(**values))
     monkeypatch.setattr(many_clients.subprocess, "run", lambda *_, **__: pytest.fail("it runs"))
     assert message(many_clients.main, sys.argv[:1]) == expected
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch):
+    """Calls the command with measurements that take no time, and returns the file it writes."""
+
+    def call(rows, **options):
+        def run(command, **_):
+            cohort = {"cohort": 4} if options.get("server") else {}
+            return subprocess.CompletedProcess(command, 0, json.dumps({**ROW, **cohort}), "")
+
+        values = {"server": False, "only": "", "methods": ["local"], "clients": ["100"]}
+        values |= {"store": "disk", "rounds": 3, "written": 0, "model": "lenet"}
+        values |= {"out": str(tmp_path / "a.json"), "picture": str(tmp_path / "a.svg")} | options
+        (tmp_path / "a.json").write_text(json.dumps(rows))
+        monkeypatch.setattr(flags, "FLAGS", Flags(**values))
+        monkeypatch.setattr(many_clients.subprocess, "run", run)
+        monkeypatch.setattr(many_clients.server_share, "line", lambda row: "")
+        many_clients.main(sys.argv[:1])
+        return json.loads((tmp_path / "a.json").read_text())
+
+    return call
+
+
+def test_rows_of_a_file_have_the_same_cohort(call, tmp_path):
+    """Rows that do not state a cohort, as recorded ones, have 100 clients in it."""
+    old = {"fedper": [{**ROW, "ok": True}]}
+    line = f"{tmp_path / 'a.json'} has results of fedper with cohort 100, not 50; give another "
+    assert message(partial(call, old, cohort=50)) == f"{line}--out"
+    new = call(old, cohort=100)
+    assert (new["fedper"], new["local"][0]["cohort"]) == (old["fedper"], 100)
+    assert message(partial(call, call({}, cohort=50), cohort=100)) == (
+        f"{tmp_path / 'a.json'} has results of local with cohort 50, not 100; give another --out"
+    )
+
+
+def test_the_server_is_measured_with_several_cohorts(call):
+    """The cohort is a column of its table, so only the same cohort is not measured again."""
+    old = {"pfedla": [{**ROW, "cohort": 2, "ok": True}]}
+    options = {"server": True, "methods": ["pfedla"]}
+    assert call(old, cohort=2, **options) == old
+    assert [row["cohort"] for row in call(old, cohort=4, **options)["pfedla"]] == [2, 4]
+
+
+def test_every_store_has_its_own_curve():
+    rows = [{**ROW, "clients": n, "store": s, "ok": n < 9} for n in (3, 9, 1) for s in "ab"]
+    library = [{"clients": 5, "peak": 2**30, "ok": True}]
+    curves = many_clients.curves({"local": rows, "fedper": rows[::2], "PFLlib, fedavg": library})
+    assert {label: [row["clients"] for row in curve] for label, curve in curves.items()} == {
+        "local, a": [1, 3],
+        "local, b": [1, 3],
+        "fedper": [1, 3],
+        "PFLlib, fedavg": [5],
+    }
 
 
 def test_each_number_of_clients_is_measured_once_in_its_own_process(tmp_path, monkeypatch, capsys):

@@ -124,7 +124,7 @@ def plan(
 ) -> list[Trial]:
     """Returns the points to run of each method.
 
-    Raises UsageError if methods cannot be compared, or if a setting of a grid has no effect.
+    Raises UsageError if methods cannot be compared, or if a setting has no effect.
 
     Args:
       configs: Configuration of each method; `rounds`, `phases` and `eval_every` change in place.
@@ -136,6 +136,12 @@ def plan(
       registry: Components by name.
       as_preset: True if client updates may differ between methods, as in their presets.
     """
+    for config in configs.values():
+        for name in ("reference", "reference_runs"):
+            if config[name]:
+                raise UsageError(
+                    f"the setting {name} cannot be combined with a grid; leave {name} out"
+                )
     if len(configs) > 1:
         for method, config in configs.items():
             if config.phases and all("algorithm" in phase for phase in config.phases):

@@ -1,0 +1,29 @@
+"""Tests of the list of measurements that need a GPU."""
+
+import pytest
+
+from experiments import benchmark
+from experiments.libraries import device_list
+from tests.commands import Flags, message
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"work": ["mlp"]}, "work"),
+        ({"repeats": 9}, "repeats"),
+        ({"torch": False}, "notorch"),
+        ({"note": "busy"}, "note"),
+        ({"picture": "a.png"}, "picture"),
+        ({"add": True}, "add"),
+        ({"limit": 9.0}, "limit"),
+        ({"fl_bench": "checkout"}, "fl_bench"),
+        ({"fl_bench_python": "python"}, "fl_bench_python"),
+    ],
+)
+def test_flags_that_the_items_do_not_read_are_refused(given, name, monkeypatch):
+    values = {"device": "gpu", "list": False, "out": "a.json", "seconds": 1.0} | given
+    monkeypatch.setattr(benchmark.flags, "FLAGS", Flags(**values))
+    monkeypatch.setattr(device_list, "run_all", lambda *_: pytest.fail("it runs"))
+    line = f"--{name} has no effect with --device; leave it out"
+    assert message(benchmark.main, ["benchmark"]) == line
