@@ -14,7 +14,8 @@ takes rows and columns, with * for anything: pfedla, cifar10-n10, pfedla/cifar10
 are found by their settings.
 
 In pFedHN's tables --rounds is the number of communication steps. LG-FedAvg gets 1.2 times that
-number. Local trains each client for 0.4 times that number of local steps.
+number. Local trains each client for 0.4 times that number of local steps, rounded down to a
+multiple of 50, and for at least 50.
 """
 
 import fnmatch
@@ -27,7 +28,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from experiments import overrides
-from experiments.papers import agreement, cell_runs, record
+from experiments.papers import agreement, cell_runs, record, setting_checks
 from experiments.papers.cell_runs import Place, Plan
 from experiments.papers.table import cell as format_cell
 from experiments.papers.table import mean_of, plateau
@@ -46,6 +47,11 @@ from fedjax_pfl.simulation.summaries import mean_std
 
 SCALES = {"quick": 1, "full": 3}  # number of seeds
 NOT_COMPARED = {"data_dir", "seed", "partition_seed", "eval_every"}  # settings
+_SEEDS = "runs have seeds 0, 1, ..., each with its own partition; leave it out and give --seeds=N"
+IGNORED = {  # settings that have no effect on a table, with the reason and what to do
+    **dict.fromkeys(("seed", "partition_seed", "seeds", "own_partitions"), _SEEDS),
+    "sweep": "a cell has one run per seed; leave it out and give its values one at a time",
+}
 NOT_RUN = "not run"
 LEFT_OUT = "left out"
 
@@ -80,11 +86,8 @@ def listing() -> str:
 def plans(table: Table, options: Options) -> list[Plan]:
     """Returns a plan for every cell to show."""
     for change in options.changes:
-        if change.partition("=")[0] in ("seed", "partition_seed"):
-            raise UsageError(
-                f"--set={change} is ignored: runs have seeds 0, 1, ..., each with its own "
-                "partition; leave it out and give --seeds=N"
-            )
+        if reason := IGNORED.get(change.partition("=")[0]):
+            raise UsageError(f"--set={change} is ignored: {reason}")
     result = []
     for cell in _select_cells(table, options):
         dataset = table.dataset(cell.column)
@@ -97,8 +100,9 @@ def plans(table: Table, options: Options) -> list[Plan]:
             config = _quick(table, cell, options)
         else:
             config = table.settings(cell.row, cell.column, dataset, options.rounds)
-        config.data_dir = options.data_dir
+        config.data_dir, table_dataset = options.data_dir, config.dataset
         overrides.override(config, options.changes)
+        setting_checks.require_accuracy(config)
         if table.second in ("before", "after") and not config.evaluate_after:
             raise UsageError(
                 f"{options.table} shows accuracy after local training, which evaluate_after=false "
@@ -109,6 +113,8 @@ def plans(table: Table, options: Options) -> list[Plan]:
         elif message := _missing(config.dataset, options.data_dir):
             result.append(Plan(cell, published, config, "no data", message))
         else:
+            if config.dataset != table_dataset:  # the tables' own datasets have classes
+                setting_checks.require_classes(config.dataset, options.data_dir)
             result.append(Plan(cell, published, config))
     return result
 

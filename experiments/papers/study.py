@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
 from experiments import overrides
+from experiments.papers import setting_checks
 from experiments.papers.table import accuracy, readable
 from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.cli.configs import define_data_dir
@@ -46,21 +47,27 @@ DATA_DIR = define_data_dir(flags.FLAGS)
 
 _COLUMNS = 5  # most columns of a printed table
 _LISTED = 4  # most numbers in a cell
-_FLAGS_OF_SOME = ("clients", "methods")  # flags that not every study reads
+_OWN_SETTINGS = ("algorithm", "sweep", "own_partitions")  # settings that every study chooses
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # safe for the colour-blind
 Study = Callable[[], tuple[dict[str, Any], Figure | None]]
 
 
 class Length(NamedTuple):
-    """Rounds of a study, what else --paper sets, and which flags of some studies it has."""
+    """Rounds of a study, what else --paper sets, its flags, and settings that --set cannot change.
+
+    Flags that a study reads besides those of all studies are in `has`: clients, methods, and flags
+    that its system defines. All others are refused.
+    """
 
     short: int  # rounds that take minutes on two cores
     paper: int  # rounds of the paper
-    has: Collection[str] = ()  # of _FLAGS_OF_SOME, those that the study reads
+    has: Collection[str] = ()
     # With --paper, unless the command line sets them. None leaves the flag's default.
     dataset: str | None = None
     clients: int | None = None
     seeds: int | None = None
+    # Names and patterns of settings that the study varies, or that its labels and numbers need.
+    own_settings: Collection[str] = ()
 
 
 def run(
@@ -73,10 +80,17 @@ def run(
     """
     config.update(seed=seed, rounds=rounds or ROUNDS.value, data_dir=DATA_DIR.value)
     overrides.override(config, SET.value)
-    label = "-".join([name, DATASET.value, f"r{ROUNDS.value}", *SET.value, f"s{seed}"])
-    path = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in label)
+    setting_checks.require_accuracy(config)
+    if "dataset" not in components:
+        setting_checks.require_classes(config.dataset, config.data_dir)
+    path = _file_name([name, DATASET.value, f"r{ROUNDS.value}", *SET.value, f"s{seed}"])
     print(f"{path} ...", flush=True)
     return runner.run(config, Path(OUT.value) / path, **components)
+
+
+def _file_name(parts: Sequence[str]) -> str:
+    label = "-".join(parts)
+    return "".join(c if c.isalnum() or c in "-_.=" else "_" for c in label)
 
 
 def runs(
@@ -99,6 +113,12 @@ def scope(short: Any, paper: Any) -> Any:
     return paper if PAPER.value else short
 
 
+def value_of(flag: flags.FlagHolder[Any], short: Any, paper: Any) -> Any:
+    """Returns a flag's value. Its default becomes `paper` with --paper, else `short`."""
+    flags.set_default(flag, scope(short, paper))
+    return flag.value or flag.default
+
+
 def refuse_flag(name: str, study: str, when: str = "") -> None:
     """Raises UsageError if the command line has a flag that the study does not read."""
     if flags.FLAGS[name].present:
@@ -110,7 +130,7 @@ def select_methods(rows: Collection[str], short: Sequence[str] = ()) -> list[str
     """Returns the methods of --methods. Default: `short`, or with --paper all rows."""
     if unknown := set(METHODS.value) - set(rows):
         raise UsageError(f"this study has no method {', '.join(sorted(unknown))}")
-    return METHODS.value or list(scope(short or rows, rows))
+    return value_of(METHODS, list(short or rows), list(rows))
 
 
 def bars(rows: Mapping[str, Mapping[str, Any]], label: str = "accuracy (%)") -> Figure:
@@ -144,8 +164,9 @@ def main(
 ) -> None:
     """Runs the named study, writes NAME-DATASET.json and .png, and prints the numbers.
 
-    Prints `about` if no study is named. Numbers that the `paper` publishes of the same figure are
-    printed too. `lengths` has rounds by study; those under "" are for all other studies.
+    The names of the files also have --set, and the flags of `has` whose values are not the
+    defaults. Prints `about` if no study is named. Numbers that the `paper` publishes of the same
+    figure are printed too. `lengths` has rounds by study; those under "" are for all other studies.
     """
     if len(argv) < 2:
         print(about.strip())
@@ -154,26 +175,17 @@ def main(
         raise UsageError(f"name one study; {argv[2]!r} is one word too many")
     if argv[1] not in studies:
         raise UsageError(f"there is no study {argv[1]!r}{suggestion(argv[1], studies)}")
-    length = lengths.get(argv[1], lengths[""])
-    for name in _FLAGS_OF_SOME:
-        if name not in length.has:
-            refuse_flag(name, argv[1])
+    length = lengths[argv[1] if argv[1] in lengths else ""]
+    flags_of_some = {"clients", "methods"}.union(*(spec.has for spec in lengths.values()))
+    for name in sorted(flags_of_some.difference(length.has)):
+        refuse_flag(name, argv[1])
     flags.set_default(ROUNDS, scope(length.short, length.paper))
     if PAPER.value:
-        for flag, value in zip((DATASET, CLIENTS, SEEDS), length[3:], strict=True):
+        values = (length.dataset, length.clients, length.seeds)
+        for flag, value in zip((DATASET, CLIENTS, SEEDS), values, strict=True):
             if value is not None:
                 flags.set_default(flag, value)
-    for change in SET.value:
-        if change.partition("=")[0] in ("rounds", "dataset"):
-            raise UsageError(
-                f"--set={change} would not be in the names and labels of the results; give "
-                f"--{change}"
-            )
-        if SEEDS.value > 1 and change.partition("=")[0] == "seed":
-            raise UsageError(
-                f"--set={change} gives all {SEEDS.value} runs one seed; leave it out, or give "
-                "--seeds=1"
-            )
+    _refuse_changes(argv[1], length)
     out = Path(OUT.value)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -182,7 +194,8 @@ def main(
     numbers, figure = studies[argv[1]]()
     if stated := readable(paper, argv[1]):
         numbers["published"] = stated
-    stem = f"{argv[1]}-{DATASET.value}"
+    own_flags = sorted(length.has)
+    stem = _file_name([argv[1], DATASET.value, *_changed_flags(*own_flags), *SET.value])
     facts = {
         "study": argv[1],
         "dataset": DATASET.value,
@@ -190,6 +203,7 @@ def main(
         "seeds": SEEDS.value,
         "paper": PAPER.value,
         "set": SET.value,
+        **{name: flags.FLAGS[name].value for name in own_flags},
         "machine": f"{os.cpu_count()} cores {platform.machine()}, {jax.default_backend()}",
         "versions": {name: metadata.version(name) for name in ("jax", "flax", "optax")},
         **numbers,
@@ -199,6 +213,32 @@ def main(
         figure.savefig(out / f"{stem}.png", dpi=110, bbox_inches="tight")
     print(text_tables.text(as_tables(numbers)))
     print(f"\n{out / stem}.json" + ("" if figure is None else f", {stem}.png"))
+
+
+def _changed_flags(*names: str) -> Iterator[str]:
+    """Yields NAME=VALUE of each flag whose value is not its default."""
+    for name in names:
+        flag = flags.FLAGS[name]
+        if flag.value != flag.default:
+            yield f"{name}={'-'.join(flag.value) if isinstance(flag.value, list) else flag.value}"
+
+
+def _refuse_changes(study: str, length: Length) -> None:
+    """Raises UsageError for a value of --set that the study cannot run with or would not show."""
+    for change in SET.value:
+        key = change.partition("=")[0]
+        if key in ("rounds", "dataset", "seeds", *length.has):
+            raise UsageError(
+                f"--set={change} would not be in the names and labels of the results; give "
+                f"--{change}"
+            )
+        if SEEDS.value > 1 and key == "seed":
+            raise UsageError(
+                f"--set={change} gives all {SEEDS.value} runs one seed; leave it out, or give "
+                "--seeds=1"
+            )
+    own_settings = (*_OWN_SETTINGS, *length.own_settings)
+    setting_checks.refuse_own_settings(SET.value, own_settings, f"the study {study}")
 
 
 def as_tables(numbers: Mapping[str, Any]) -> list[Table]:

@@ -18,8 +18,9 @@ def values(monkeypatch, tmp_path):
     monkeypatch.setattr(epsilon, "DATASET", SimpleNamespace(value="digits"))
     monkeypatch.setattr(epsilon, "ROUNDS", SimpleNamespace(value=2))
     monkeypatch.setattr(epsilon, "SEEDS", SimpleNamespace(value=1))
-    flags = {"OUT": str(tmp_path), "METHODS": ["fedper"], "SET": ["clients=6"], "DATA_DIR": None}
-    for name, value in {**flags, "PAPER": False}.items():
+    monkeypatch.setattr(study, "select_methods", lambda methods: ["fedper"])
+    flags = {"OUT": str(tmp_path), "SET": ["clients=6"], "DATA_DIR": None, "PAPER": False}
+    for name, value in flags.items():
         monkeypatch.setattr(study, name, SimpleNamespace(value=value))
     return monkeypatch
 

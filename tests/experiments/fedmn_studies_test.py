@@ -17,11 +17,20 @@ def test_numbers_of_blocks_without_a_layout_are_refused(monkeypatch):
     monkeypatch.setattr(fedmn, "DATASET", SimpleNamespace(value="digits"))
     monkeypatch.setattr(fedmn, "ROUNDS", SimpleNamespace(value=20))
     monkeypatch.setattr(fedmn.study, "runs", lambda config, name: [result])
-    monkeypatch.setattr(fedmn, "BLOCKS", SimpleNamespace(value=["5", "6", "7", "8", "9", "10"]))
+    monkeypatch.setattr(fedmn.study, "value_of", lambda *_: ["5", "6", "7", "8", "9", "10"])
     assert {"FedAvg-5", "FedMN-1x2x2", "FedAvg-10"} < set(fedmn.figure2()[0])
     for text in ("4", "eight"):
-        monkeypatch.setattr(fedmn, "BLOCKS", SimpleNamespace(value=[text]))
+        monkeypatch.setattr(fedmn.study, "value_of", lambda *_, text=text: [text])
         assert message(fedmn.figure2) == f"--blocks has {text!r}; give whole numbers from 5"
+
+
+def test_groups_with_other_labels_need_classes(monkeypatch):
+    for name, value in {"DATASET": "diabetes", "DATA_DIR": None}.items():
+        monkeypatch.setattr(fedmn, name, SimpleNamespace(value=value))
+    assert message(fedmn.conflict) == (
+        "tables and studies show accuracy, which 'diabetes' has not: its targets are real numbers; "
+        "choose a dataset with classes"
+    )
 
 
 def test_the_picture_of_routes_has_one_seed(monkeypatch):

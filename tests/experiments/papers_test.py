@@ -1,12 +1,9 @@
 """Tests of the papers' published numbers: checksums, and their use by tables and studies."""
 
-import json
 import re
-from types import SimpleNamespace
 
 import pytest
 
-from experiments.papers import study
 from experiments.papers.factorized_fl import studies as factorized_fl
 from experiments.papers.fedmn import studies as fedmn
 from experiments.papers.pfedhn import studies as pfedhn
@@ -120,31 +117,3 @@ def test_published_numbers_of_figures():
     assert readable("pfedhn", "fixed")["C.5"]["fixed"] == [83.92, 0.36]
     assert readable("factorized_fl", "single")["7j"]["factorised"] == 1.784
     assert readable("pfedhn", "figure5") == readable("pfedla", "compression") == {}
-
-
-def test_a_study_prints_the_published_numbers(tmp_path, monkeypatch, capsys):
-    flag_values = {
-        "OUT": str(tmp_path),
-        "DATASET": "digits",
-        "PAPER": True,
-        "ROUNDS": 0,
-        "SEEDS": 1,
-    }
-    for name, value in {**flag_values, "SET": []}.items():
-        monkeypatch.setattr(study, name, SimpleNamespace(value=value))
-
-    def set_default(flag, value):
-        flag.value = value
-
-    monkeypatch.setattr(study.flags, "set_default", set_default)
-    studies = {name: lambda: ({"ours": 1.0}, None) for name in ("figure5", "figure6")}
-    for name in studies:
-        study.main(studies, "", ["x", name], "pfedhn", {"": study.Length(2, 50)})
-    assert "88.42" in capsys.readouterr().out
-
-    def read(name):
-        return json.loads((tmp_path / f"{name}-digits.json").read_text())
-
-    assert read("figure6")["published"] == readable("pfedhn", "figure6")
-    assert (read("figure6")["ours"], read("figure6")["rounds"]) == (1.0, 50)
-    assert "published" not in read("figure5")

@@ -53,11 +53,33 @@ def test_groups_of_embeddings_are_compared_for_every_seed(two_seeds):
     by_seed = [pfedhn.clusters(result).measures for result in two_seeds]
     assert by_seed[0]["nearest_of_own_group_by_moves"] > by_seed[1]["nearest_of_own_group_by_moves"]
     numbers, figure = pfedhn.figure4()
-    assert (numbers.pop("runs"), numbers.pop("groups")) == (2, 5)
+    assert [numbers.pop(name) for name in ("runs", "clients", "groups")] == [2, 20, 5]
     assert set(numbers) == set(by_seed[0])
     for name, value in numbers.items():
         assert value["mean"] == pytest.approx(np.mean([m[name] for m in by_seed])), name
     assert "seed 0" in figure.get_suptitle()
+
+
+@pytest.mark.parametrize("name", ["spectral", "figure3", "figure4", "figure5", "figure6", "fixed"])
+def test_runs_of_other_numbers_of_clients_have_other_folders(name, two_seeds, monkeypatch):
+    """On CIFAR-100, because figure 4 reads --clients there only."""
+
+    class FirstRun(Exception):
+        """Ends a study when its first run starts."""
+
+    def runs(config, name):
+        raise FirstRun(name)
+
+    folders = []
+    monkeypatch.setattr(pfedhn.study, "runs", runs)
+    monkeypatch.setattr(pfedhn.study, "PAPER", SimpleNamespace(value=False))
+    monkeypatch.setattr(pfedhn, "DATASET", SimpleNamespace(value="cifar100"))
+    for clients in (30, 40):
+        monkeypatch.setattr(pfedhn, "CLIENTS", SimpleNamespace(value=clients))
+        with pytest.raises(FirstRun) as first:
+            pfedhn.STUDIES[name]()
+        folders.append(str(first.value))
+    assert folders[0].replace("n30", "n40") == folders[1] != folders[0]
 
 
 def test_clients_without_a_common_coarse_class_are_refused(two_seeds, monkeypatch):

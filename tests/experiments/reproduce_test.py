@@ -128,14 +128,31 @@ def test_changed_settings_are_listed(tmp_path, no_emnist):
 
 
 def test_settings_that_the_table_decides_are_refused(tmp_path, no_emnist):
-    for change in ("seed=7", "partition_seed=9"):
+    for change in ("seed=7", "partition_seed=9", "seeds=3", "own_partitions=true"):
         line = message(page, FULL._replace(changes=["momentum=0.9", change]), tmp_path)
         assert line.startswith(f"--set={change} is ignored: runs have seeds 0, 1, ..., ")
+    line = message(page, FULL._replace(changes=["sweep=learning_rate=0.1,0.2"]), tmp_path)
+    assert line == (
+        "--set=sweep=learning_rate=0.1,0.2 is ignored: a cell has one run per seed; leave it out "
+        "and give its values one at a time"
+    )
     changes = ["evaluate_after=false", "validate_after=false"]
     for name in ("factorized_fl/table1", "pfedla/table1"):
         line = message(page, Options(name, changes=changes), tmp_path)
         assert line.startswith(f"{name} shows accuracy after local training, which ")
     assert "not run" in page(Options("fedmn/table2", changes=changes), tmp_path)
+
+
+def test_settings_without_accuracy_are_refused(tmp_path, no_emnist):
+    line = message(page, FULL._replace(changes=["metrics=macro_f1"]), tmp_path)
+    assert line == (
+        "tables and studies show accuracy, which metrics=macro_f1 leaves out; add accuracy, or "
+        "leave this setting out"
+    )
+    line = message(page, FULL._replace(changes=["dataset=diabetes"]), tmp_path)
+    assert line.startswith("tables and studies show accuracy, which 'diabetes' has not: ")
+    for change in ("metrics=macro_f1, accuracy", "dataset=digits"):
+        assert "not run" in page(FULL._replace(changes=[change]), tmp_path)
 
 
 @pytest.fixture

@@ -98,7 +98,7 @@ def test_novel_clients_fit_v_with_frozen_phi_and_baselines_are_fine_tuned(monkey
 
     monkeypatch.setattr(pfedhn, "DATASET", SimpleNamespace(value="cifar10"))
     monkeypatch.setattr(pfedhn, "ROUNDS", SimpleNamespace(value=900))
-    monkeypatch.setattr(common, "METHODS", SimpleNamespace(value=["pfedhn", "fedavg"]))
+    monkeypatch.setattr(common, "select_methods", lambda *_: ["pfedhn", "fedavg"])
     monkeypatch.setattr(common, "PAPER", SimpleNamespace(value=True))
     monkeypatch.setattr(pfedhn.study, "runs", runs)
     numbers, _ = pfedhn.novel()

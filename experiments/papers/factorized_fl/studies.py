@@ -300,11 +300,40 @@ def as_published(name: str, study: common.Study) -> common.Study:
     return with_paper
 
 
-LENGTHS = {
-    "": common.Length(20, 50, ("clients",)),
-    "figure6": common.Length(20, 50, ("clients", "methods")),
-    "single": common.Length(20, 20, ("clients",)),
+_OWN_SETTINGS: dict[str, tuple[str, ...]] = {  # settings that each study varies or needs
+    "figure6": ("*.share",),
+    "similarity": ("eval_every",),
+    "components": (
+        "factorized_fl.matching",
+        "factorized_fl.bias",
+        "factorized_fl.tau",
+        "factorized_fl.minimum",
+        "factorized_fl.peers",
+        "factorized_fl.share",
+    ),
+    "rank": ("factorized_fl.rank",),
+    "tau": ("factorized_fl.tau", "factorized_fl.minimum"),
+    "layout": ("factorized_fl.layout",),
+    "architectures": ("model", "*.batch_norm", "*.share"),
+    "single": (
+        "local_epochs",
+        "clients_per_round",
+        "eval_every",
+        "held_out",
+        "factorized_fl.minimum",
+    ),
+    "sparsity": ("factorized_fl.sparsity",),
 }
+_LENGTH = common.Length(20, 50, ("clients", "setting"))
+LENGTHS = {
+    name: _LENGTH._replace(
+        own_settings=("partition", "permute_labels", "evaluate_after", *settings)
+    )
+    for name, settings in _OWN_SETTINGS.items()
+}
+LENGTHS["figure6"] = LENGTHS["figure6"]._replace(has=("clients", "methods", "setting"))
+LENGTHS["single"] = LENGTHS["single"]._replace(paper=20)
+LENGTHS["distance"] = common.Length(20, 50)
 _FIGURES: dict[str, common.Study] = {
     "figure6": figure6,
     "similarity": similarity,

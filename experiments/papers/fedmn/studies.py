@@ -28,7 +28,7 @@ from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.special import logit
 from sklearn.metrics import adjusted_rand_score
 
-from experiments.papers import study
+from experiments.papers import setting_checks, study
 from experiments.papers.fedmn import tables as tables
 from experiments.papers.study import DATA_DIR, DATASET, ROUNDS, SEEDS, mean_std, run
 from experiments.papers.table import accuracy, moved
@@ -38,7 +38,7 @@ from fedjax_pfl.algorithms.fedmn import router
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import runner
 
-BLOCKS = flags.DEFINE_list("blocks", [], "Blocks and layers, in figure2. Default: 8.")
+BLOCKS = flags.DEFINE_list("blocks", ["8"], "Blocks and layers, in figure2.")
 LABELS = flags.DEFINE_enum(
     "labels", "other", ["other", "next"], "How the labels of the groups in conflict differ."
 )
@@ -57,7 +57,7 @@ def layouts(blocks: int) -> list[tuple[int, int, int]]:
 
 def _block_counts() -> list[int]:
     """Returns the numbers of --blocks; raises UsageError if a number has no layout."""
-    texts = BLOCKS.value or study.scope(["8"], ["8", "9", "10"])
+    texts = study.value_of(BLOCKS, ["8"], ["8", "9", "10"])
     for text in texts:
         if not text.isdecimal() or not layouts(int(text)):
             raise UsageError(f"--blocks has {text!r}; give whole numbers from 5")
@@ -223,6 +223,7 @@ def contradicting(name: str, data_dir: str | None, per_client: int, labels: str)
 def conflict() -> tuple[dict[str, Any], Figure]:
     """Compares methods where one model for both groups is right half of the time."""
     per_client = {"other": 70, "next": 140}[LABELS.value] if DATASET.value == "digits" else 300
+    setting_checks.require_classes(DATASET.value, DATA_DIR.value)
     dataset = contradicting(DATASET.value, DATA_DIR.value, per_client, LABELS.value)
     true = np.arange(12) // 6
     summary: dict[str, Any] = {}
@@ -278,10 +279,25 @@ def gates() -> tuple[dict[str, Any], Figure]:
     return {"rounds": rounds, "entropy": entropy.tolist(), "active": share.tolist()}, figure
 
 
+_LENGTH = study.Length(60, 150, own_settings=("*.layout",))
+_CLASSES = ("clients", "partition", "listed.*")
 LENGTHS = {
-    "": study.Length(60, 150),
-    "figure2": study.Length(20, 20),
-    "conflict": study.Length(60, 150, ("methods",)),
+    "": _LENGTH,
+    "figure2": study.Length(
+        20,
+        20,
+        ("blocks",),
+        own_settings=(
+            "fedmn.layout",
+            "fedmn.width",
+            "fedmn.hidden",
+            "model",
+            "mlp.hidden",
+            "phases",
+        ),
+    ),
+    "grouping": _LENGTH._replace(own_settings=("*.layout", *_CLASSES)),
+    "conflict": _LENGTH._replace(has=("labels", "methods"), own_settings=("*.layout", *_CLASSES)),
 }
 STUDIES: dict[str, study.Study] = {
     "figure2": figure2,

@@ -35,6 +35,7 @@ CHOSEN_AT = 4.0
 GRID = (0.05, 0.1, 0.2, 0.5, 1.0)  # learning rates
 CLIP_NORMS = (0.25, 0.5, 1.0, 2.0)
 FIRST_SEED = 100  # of the scored runs
+OWN_SETTINGS = ("seed", "learning_rate", "privacy*", "metrics")  # settings that the study chooses
 METHODS = ("fedavg", "fedper", "ditto", "pfedhn")  # Local is run besides them
 NO_PRIVACY = "inf"
 

@@ -15,7 +15,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments.papers import study
-from experiments.papers.methods.epsilon import epsilon
+from experiments.papers.methods.epsilon import OWN_SETTINGS, epsilon
 from experiments.papers.study import COLOURS, DATASET, ROUNDS, mean_std, runs
 from experiments.papers.table import accuracy
 from fedjax_pfl.audit.report import infer_membership, invert
@@ -128,5 +128,8 @@ def _scatter(numbers: Mapping[str, Any]) -> Figure:
     return figure
 
 
-LENGTHS = {"": study.Length(30, 300, ("methods",))}
+LENGTHS = {
+    "leakage": study.Length(30, 300, ("methods",), own_settings=("privacy*",)),
+    "epsilon": study.Length(30, 300, ("methods",), own_settings=OWN_SETTINGS),
+}
 STUDIES: dict[str, study.Study] = {"leakage": leakage, "epsilon": epsilon}

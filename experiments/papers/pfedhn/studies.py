@@ -165,7 +165,8 @@ def _spread(result: runner.Result) -> float:
 
 def figure3() -> tuple[dict[str, Any], Figure]:
     """Joins the bodies and heads of different clients of pFedHN-PC; accuracies are seed means."""
-    results = study.runs(_config(f"n{CLIENTS.value}", "pfedhn_pc"), "figure3")
+    config = _config(f"n{CLIENTS.value}", "pfedhn_pc")
+    results = study.runs(config, f"figure3-n{config.clients}")
     by_seed = np.array([_crossed(result) for result in results])  # [seeds, N, N]
     accuracy = by_seed.mean(0)
     figure = Figure(figsize=(5.4, 4.4), layout="constrained")
@@ -247,7 +248,7 @@ def figure4() -> tuple[dict[str, Any], Figure]:
         config = _config("n20", partition="listed")
         config.listed.classes = ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))
         config.listed.examples = 80 if DATASET.value == "digits" else 600
-    results = study.runs(config, "figure4")
+    results = study.runs(config, f"figure4-n{config.clients}")
     by_seed = [clusters(result) for result in results]
     first = by_seed[0]
     figure = Figure(figsize=(9.4, 4.4), layout="constrained")
@@ -260,6 +261,7 @@ def figure4() -> tuple[dict[str, Any], Figure]:
     figure.suptitle("t-SNE of the embeddings, seed 0; a colour for each group of classes")
     return {
         **_numbers(results),
+        "clients": len(first.group),
         "groups": int(first.group.max()) + 1,
         **{name: mean_std([c.measures[name] for c in by_seed]) for name in first.measures},
     }, figure
@@ -271,7 +273,8 @@ def figure5() -> tuple[dict[str, Any], Figure]:
     figure = Figure(figsize=(6, 3.8), layout="constrained")
     axis = figure.subplots()
     for steps, colour in zip((1, 25, 50, 100, 200), study.COLOURS, strict=True):
-        results = study.runs(_config(f"n{CLIENTS.value}", local_steps=steps), f"figure5-{steps}")
+        config = _config(f"n{CLIENTS.value}", local_steps=steps)
+        results = study.runs(config, f"figure5-n{config.clients}-{steps}")
         numbers[str(steps)] = _numbers(results)
         curves = [[100 * m["before"]["accuracy_mean"] for m in r.metrics] for r in results]
         rounds = [m["round"] for m in results[0].metrics]
@@ -293,7 +296,8 @@ def figure6() -> tuple[dict[str, Any], Figure]:
         numbers[name] = {}
         for value in values:
             config = _config(f"n{CLIENTS.value}", pfedhn={name: value})
-            numbers[name][value] = _numbers(study.runs(config, f"figure6-{name}{value}"))
+            results = study.runs(config, f"figure6-n{config.clients}-{name}{value}")
+            numbers[name][value] = _numbers(results)
         best = [numbers[name][value]["best"] for value in values]
         spread = None if SEEDS.value == 1 else [b["std"] for b in best]
         axis.errorbar(values, [b["mean"] for b in best], spread, marker="o", capsize=4)
@@ -308,15 +312,32 @@ def fixed() -> tuple[dict[str, Any], Figure]:
     for name, changes in (("trainable", {"embedding": 10}), ("fixed", {"fixed": True})):
         config = _config(f"n{CLIENTS.value}", partition="dirichlet_classes", pfedhn=changes)
         config.dirichlet_classes.update(alpha=0.1, equal=False)
-        numbers[name] = _numbers(study.runs(config, f"fixed-{name}"))
+        numbers[name] = _numbers(study.runs(config, f"fixed-n{config.clients}-{name}"))
     return numbers, study.bars({name: {"best": row["best"]} for name, row in numbers.items()})
 
 
+_LENGTH = study.Length(60, 5000, ("clients",), "cifar10", 50, seeds=3)
 LENGTHS = {
-    "": study.Length(60, 5000, ("clients",), "cifar10", 50, seeds=3),
-    "novel": study.Length(60, 5000, ("methods",), "cifar10", seeds=3),
-    "figure3": study.Length(60, 5000, ("clients",), "cifar10", 10, seeds=3),
-    "figure4": study.Length(60, 5000, ("clients",), "cifar100", 100, seeds=3),
+    "spectral": _LENGTH._replace(own_settings=("pfedhn.spectral_norm",)),
+    "novel": _LENGTH._replace(
+        has=("methods",),
+        clients=None,
+        own_settings=(
+            "clients",
+            "held_out",
+            "partition",
+            "dirichlet_classes.*",
+            "phases",
+            "evaluate_after",
+        ),
+    ),
+    "figure3": _LENGTH._replace(clients=10),
+    "figure4": _LENGTH._replace(
+        dataset="cifar100", clients=100, own_settings=("partition", "listed.*", "coarse.*")
+    ),
+    "figure5": _LENGTH._replace(own_settings=("local_steps",)),
+    "figure6": _LENGTH._replace(own_settings=("pfedhn.embedding", "pfedhn.depth")),
+    "fixed": _LENGTH._replace(own_settings=("pfedhn.embedding", "pfedhn.fixed", "partition")),
 }
 STUDIES: dict[str, study.Study] = {
     "spectral": spectral,

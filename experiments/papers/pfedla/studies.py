@@ -280,10 +280,38 @@ def _against_bytes(numbers: dict[str, Any]) -> Figure:
     return figure
 
 
-LENGTHS = {
-    "": study.Length(60, 600, dataset="cifar10"),
-    "calibration": study.Length(30, 600, dataset="cifar10", seeds=5),
+_CLASSES = ("partition", "listed.*")
+_OWN_SETTINGS: dict[str, tuple[str, ...]] = {  # settings that each study varies or needs
+    "figure1": _CLASSES,
+    "figure5": _CLASSES,
+    "figure6": (*_CLASSES, "evaluate_after"),
+    "figure7": ("partition",),
+    "retained": ("pfedla.k", "evaluate_after"),
+    "rates": (
+        "pfedla.rate",
+        "pfedla.k",
+        "partition",
+        "partition_seed",
+        "classes.per_client",
+        "dominant.dominant",
+        "evaluate_after",
+    ),
+    "compression": ("upload_bits", "upload_top_k", "pfedla.k", "evaluate_after"),
+    "calibration": (
+        "partition",
+        "partition_seed",
+        "classes.examples",
+        "dominant.examples",
+        "dominant.ratio",
+        "lenet.batch_norm",
+    ),
 }
+_LENGTH = study.Length(60, 600, dataset="cifar10")
+LENGTHS = {
+    name: _LENGTH._replace(own_settings=("clients", *settings))
+    for name, settings in _OWN_SETTINGS.items()
+}
+LENGTHS["calibration"] = LENGTHS["calibration"]._replace(short=30, seeds=5)
 STUDIES: dict[str, study.Study] = {
     "figure1": figure1,
     "figure5": figure5,

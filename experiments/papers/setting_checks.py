@@ -1,0 +1,48 @@
+"""Checks of settings that tables and studies cannot run with or would label wrongly."""
+
+import functools
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
+
+from ml_collections import ConfigDict
+
+from fedjax_pfl import data
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.task import infer_task
+
+
+def refuse_own_settings(changes: Sequence[str], own_settings: Collection[str], place: str) -> None:
+    """Raises UsageError for a KEY=VALUE pair of a setting that a study chooses itself.
+
+    `own_settings` has names and patterns, such as "pfedla.k" and "privacy*". A group is refused
+    with its settings. `place` is the study, for the message.
+    """
+    for change in changes:
+        key = change.partition("=")[0]
+        if any(fnmatchcase(key, p) or p.startswith(f"{key}.") for p in own_settings):
+            raise UsageError(f"{place} chooses {key} itself; leave --set={change} out")
+
+
+def require_accuracy(config: ConfigDict) -> None:
+    """Raises UsageError if the setting `metrics` leaves accuracy out, which is shown."""
+    names = [name.strip() for name in config.metrics.split(",") if name.strip()]
+    if names and "accuracy" not in names:
+        raise UsageError(
+            f"tables and studies show accuracy, which metrics={config.metrics} leaves out; add "
+            "accuracy, or leave this setting out"
+        )
+
+
+def require_classes(dataset: str, data_dir: str | None) -> None:
+    """Raises UsageError if a dataset has real targets, which have no accuracy."""
+    if _task(dataset, data_dir) == "regression":
+        raise UsageError(
+            f"tables and studies show accuracy, which {dataset!r} has not: its targets are real "
+            "numbers; choose a dataset with classes"
+        )
+
+
+@functools.cache
+def _task(dataset: str, data_dir: str | None) -> str:
+    """Returns the task of a dataset's labels."""
+    return infer_task(data.load(dataset, data_dir).y_train)
