@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.core.examples import Batch, ClientData, Split, take, take_to_train
+from fedjax_pfl.core.examples import Batch, ClientData, Split, take_to_train
 
 PyTree = Any
 _ALWAYS_PADDED = 1024
@@ -86,7 +86,7 @@ def sum_batches(
 
     def batch(s: Any) -> Batch:
         rows = jax.lax.dynamic_slice(padded_rows, (s * size,), (size,))
-        return take(data, rows, s * size + jnp.arange(size) < split.size)
+        return take_to_train(data, rows, s * size + jnp.arange(size) < split.size)
 
     def step(s: jax.Array, sums: PyTree) -> PyTree:
         return jax.tree.map(jnp.add, sums, f(batch(s)))

@@ -102,8 +102,8 @@ def take(data: ClientData | FederatedData, rows: Array, mask: Array) -> Batch:
 def take_to_train(data: ClientData, rows: Array, mask: Array) -> Batch:
     """Gathers examples as `take` does; padding repeats the first real example, if there is one.
 
-    A network or loss without a gradient at 0, such as a norm, would return NaN for zeros, and 0
-    times NaN would reach the gradient.
+    For gradients and sums. A network or loss without a value or gradient at 0, such as x / ‖x‖,
+    would return NaN for zeros, and 0 times NaN would reach the result.
     """
     has_examples = jnp.any(mask)
     rows = jnp.where(mask, rows, rows[jnp.argmax(mask)])

@@ -42,8 +42,8 @@ def example_features(
       data: The client's examples.
 
     Returns:
-      Features [n, d], labels [n] and a mask, bool [n], False for padding; n is at least the number
-      of examples of the client that has most.
+      Features [n, d], zeros for padding, labels [n] and a mask, bool [n], False for padding; n is
+      at least the number of examples of the client that has most.
     """
     rows, size = data.train
     batch_size = min(_BATCH, rows.shape[0])
@@ -56,7 +56,9 @@ def example_features(
 
     chunks = rows.reshape(-1, batch_size), is_example.reshape(-1, batch_size)
     z, y = jax.lax.map(features_and_labels, chunks)
-    return z.reshape(-1, z.shape[-1]), y.reshape(-1), is_example
+    z = z.reshape(-1, z.shape[-1])
+    # The inputs of padding are zeros, where a network need not be finite.
+    return jnp.where(is_example[:, None], z, jnp.zeros((), z.dtype)), y.reshape(-1), is_example
 
 
 class ClassFeatures(NamedTuple):
