@@ -21,7 +21,11 @@ import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.local import LocalClient, local
 from fedjax_pfl.algorithms.shared.class_features import class_features
-from fedjax_pfl.algorithms.shared.initial_state import continuing
+from fedjax_pfl.algorithms.shared.initial_state import (
+    continuing,
+    initial_momentum,
+    initial_variables,
+)
 from fedjax_pfl.algorithms.shared.linear_head import (
     head_layer,
     head_variables,
@@ -90,12 +94,13 @@ def fedgh(
         linear_head_width("fedgh", model, federation)
 
         def init(key: jax.Array, start: State | None = None) -> State:
-            state = base.init(key, start)
-            head, body = trees.split(state.clients.variables, {model.head})
+            variables = initial_variables(model, federation, key, start)
+            momentum = initial_momentum(training, variables["params"], federation)
+            head, body = trees.split(variables, {model.head})
             return State(
-                server=head_layer(model, trees.row(head, 0)),
+                server=head_layer(model, head),
                 rows=(),
-                clients=LocalClient(body, state.clients.momentum),
+                clients=LocalClient(trees.repeat(body, federation.clients), momentum),
             )
 
         def send(state: State, ctx: ClientContext) -> PyTree:

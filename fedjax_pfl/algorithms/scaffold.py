@@ -70,7 +70,9 @@ def scaffold(
         state = base.init(key, start)
         zeros = jax.tree.map(jnp.zeros_like, state.server["params"])
         rows = initial_client_rows(zeros, start, Client, "control", federation)
-        control = trees.weighted_mean(rows, jnp.asarray(federation.active, jnp.float32))
+        # A group of clients may have none that trains: its newcomers come in a later phase.
+        active = jnp.asarray(federation.active, jnp.float32)
+        control = trees.weighted_mean(rows, active) if clients else zeros
         return State({**state.server, "control": control}, (), Client(rows, state.clients))
 
     def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:

@@ -201,8 +201,12 @@ def _algorithm(inputs: PhaseInputs, conv: str, settings: Mapping[str, Any]) -> A
     models = tuple(make_network(inputs, group, conv) for group in inputs.group_configs)
 
     def group_federation(g: int) -> Federation:
-        """Makes the clients of other groups inactive: nothing is stored for them."""
-        return federation._replace(active=federation.active & (federation.groups == g))
+        """Leaves out the clients of other groups, now and in earlier phases: none is stored."""
+        in_group, earlier = federation.groups == g, federation.earlier
+        return federation._replace(
+            active=federation.active & in_group,
+            earlier=None if earlier is None else earlier & in_group,
+        )
 
     if len(models) == 1:
         algorithm = factory(models[0], training, federation, **method_settings)

@@ -101,6 +101,7 @@ def test_fedrep_continues_fedper_without_its_momentum():
     ("name", "start", "message"),
     [
         ("fedbn", "fedper", "global model of the same network"),
+        ("fedgh", "local", "global model of the same network"),
         ("fedem", "fedavg", "copies"),
         ("ifca", "fedavg", "copies"),
         ("factorized_fl", "fedavg", "same settings"),
@@ -149,6 +150,19 @@ def test_a_phase_of_held_out_clients_knows_who_trained_before():
     earlier = [phase.federation.earlier for phase in experiment.phases]
     assert [earlier[0], earlier[1], earlier[3]] == [None] * 3
     np.testing.assert_array_equal(earlier[2], [True, True, False])
+
+
+def test_newcomers_mix_models_of_their_own_network_only():
+    """Clients 1 and 3 have another network than newcomer 4, so nothing is stored for them."""
+    networks = ({"mlp": {"hidden": (8,)}}, {"mlp": {"hidden": (4,)}})
+    phases = ({}, {"participants": "held_out"})
+    changes = {"algorithm": "fedamp", "clients": 6, "held_out": 2, "groups": networks}
+    experiment = built({**changes, "model": "mlp", "rounds": 1, "phases": phases})
+    inputs = experiment.phases[1].inputs
+    np.testing.assert_array_equal(inputs.federation.groups, [0, 1, 0, 1, 0, 1])
+    algorithm = inputs.algorithms(inputs.configs[0].conv)[0]
+    xi = algorithm.observe(algorithm.init(KEY))["xi_group0"]
+    assert (xi[4] > 0).tolist() == [True, False, True, False, True, False]
 
 
 def test_attackers_are_not_drawn_for_the_evaluation():

@@ -60,6 +60,15 @@ def test_the_server_by_hand():
     np.testing.assert_allclose(weights({"params": server["control"]}), [1 - 0.6 / 3], rtol=1e-6)
 
 
+def test_without_an_active_client_the_control_variate_is_zero():
+    """A group of clients has none in a phase of held-out clients of other groups."""
+    federation = linear.federated([[[1.0]]] * 2, [[0.0]] * 2)[1]
+    federation = federation._replace(active=np.zeros(2, bool))
+    training = local_training.sgd(learning_rate=RATE, batch_size=1, steps=STEPS)
+    state = algorithms.scaffold(linear.Linear(), training, federation).init(KEY)
+    np.testing.assert_array_equal(weights({"params": state.server["control"]}), [0.0])
+
+
 def test_it_converges_to_the_minimum_and_fedavg_does_not():
     limits = []
     for name in ("scaffold", "fedavg"):
