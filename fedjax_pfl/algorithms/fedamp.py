@@ -142,6 +142,7 @@ def fedamp(
         receive=receive,
         observe=observe,
         offload=("params",),
+        kept_change=1.0,
     )
 
 

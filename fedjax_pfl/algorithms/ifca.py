@@ -56,13 +56,15 @@ class Server(NamedTuple):
 DIAGNOSTICS = {
     "clusters": Diagnostic(
         meaning="clusters that clients chose in their last round",
-        value=of_array("cluster", lambda cluster: len(np.unique(cluster))),
+        value=of_array("cluster", lambda cluster: len(np.unique(cluster[cluster >= 0]))),
         inactive=lambda value, observed: mean(value) == 1.0,
         warning="all clients chose {value:.0f} cluster, which is FedAvg; try another seed, or see "
         "ifca.cluster_layers",
     ),
 }
-PICTURES = {"cluster": Picture("Clusters", "the cluster that each client chose last")}
+PICTURES = {
+    "cluster": Picture("Clusters", "the cluster that each client chose last; -1: none so far")
+}
 
 
 def _without(tree: PyTree, names: Iterable[str]) -> PyTree:
@@ -80,10 +82,11 @@ def ifca(
     """Creates IFCA: each client trains the cluster's model with the lowest loss on its examples.
 
     The server stores `Server`, with different initial models; the rows are the cluster that each
-    client chose last, int32 [N], at first 0. Clients store the same as FedAvg. A client downloads
-    all models, its last one first and the others as `others`, and uploads one, with the number of
-    positions from the first to it as `chosen`. A later phase, a part of a run with one algorithm,
-    starts only from a state of IFCA: copies of one model would stay equal.
+    client chose last, int32 [N], at first -1. Clients store the same as FedAvg. A client downloads
+    all models, its last one (at first 0) first and the others as `others`. It uploads the first one
+    plus what training changed in the chosen one, whose number of positions from the first it sends
+    as `chosen`. A later phase, a part of a run with one algorithm, starts only from a state of
+    IFCA: copies of one model would stay equal.
 
     Args:
       clusters: k, the number of models; 1 is FedAvg.
@@ -112,7 +115,7 @@ def ifca(
         models = jax.vmap(initialise)(jax.random.split(key, clusters))
         own_layers, shared_layers = parts(models)
         server = Server(own_layers, trees.row(shared_layers, 0))
-        rows = jnp.zeros(federation.clients, jnp.int32)
+        rows = jnp.full(federation.clients, -1, jnp.int32)
         if start is not None:
             if not trees.same_shapes((server, rows), (start.server, start.rows)):
                 raise UsageError(
@@ -123,17 +126,22 @@ def ifca(
         return State(server, rows, base.init(key, None).clients)
 
     def send(state: State, ctx: ClientContext) -> PyTree:
-        order = (state.rows[ctx.i] + jnp.arange(clusters)) % clusters
+        order = (jnp.maximum(state.rows[ctx.i], 0) + jnp.arange(clusters)) % clusters
         models = jax.tree.map(lambda leaf: leaf[order], state.server.clusters)
         others = jax.tree.map(lambda leaf: leaf[1:], models)
         return {**trees.join(state.server.shared, trees.row(models, 0)), "others": others}
 
-    def choose(payload: PyTree, data: ClientData) -> tuple[PyTree, jax.Array]:
-        """Returns the downloaded model with the lowest training loss, and its position."""
+    def downloaded(payload: PyTree) -> tuple[PyTree, PyTree]:
+        """Returns the clusters' layers of a payload, stacked, and the shared layers."""
         first, shared = parts(_without(payload, ("others",)))
         models = jax.tree.map(
             lambda leaf, others: jnp.concatenate([leaf[None], others]), first, payload["others"]
         )
+        return models, shared
+
+    def choose(payload: PyTree, data: ClientData) -> tuple[PyTree, jax.Array]:
+        """Returns the downloaded model with the lowest training loss, and its position."""
+        models, shared = downloaded(payload)
 
         def loss(own_layers: PyTree) -> jax.Array:
             variables = trees.join(shared, own_layers)
@@ -148,17 +156,27 @@ def ifca(
     def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
         start, chosen = choose(payload, ctx.data)
         variables, momentum, metrics = train_model(start, client, ctx)
+        # Compression, norms and attacks compare an upload with the first model of the payload.
+        changed = trees.add_change(_without(payload, ("others",)), start, variables)
         return ClientResult(
-            upload={**variables, "chosen": chosen},
+            upload={**changed, "chosen": chosen},
             variables=variables,
             client=momentum,
             metrics=metrics,
         )
 
     def receive(state: State, cohort: Cohort) -> tuple[Server, jax.Array]:
-        last = state.rows.at[cohort.ids].get(mode="fill", fill_value=0)
-        cluster = (last + cohort.present(cohort.uploads["chosen"])) % clusters
-        own_layers, shared_layers = parts(_without(cohort.uploads, ("chosen",)))
+        last = jnp.maximum(state.rows.at[cohort.ids].get(mode="fill", fill_value=0), 0)
+        chosen = cohort.present(cohort.uploads["chosen"])
+        cluster = (last + chosen) % clusters
+        changed, shared_layers = parts(_without(cohort.uploads, ("chosen",)))
+
+        def trained(payload: PyTree, position: jax.Array, changed: PyTree) -> PyTree:
+            """Returns a client's trained layers of its cluster."""
+            models, _ = downloaded(payload)
+            return trees.add_change(trees.row(models, position), trees.row(models, 0), changed)
+
+        own_layers = cohort.map(trained, cohort.payloads, chosen, changed)
 
         def average(arguments: tuple[jax.Array, PyTree]) -> PyTree:
             j, old = arguments

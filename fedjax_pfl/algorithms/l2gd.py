@@ -77,7 +77,13 @@ def l2gd(
     def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
         return mix(client.variables, state.server)
 
-    return base._replace(init=init, train=train, receive=receive, personalize=personalize)
+    return base._replace(
+        init=init,
+        train=train,
+        receive=receive,
+        personalize=personalize,
+        kept_change=1 - pull,
+    )
 
 
 L2GD = Method(l2gd, title="L2GD", paper="Hanzely and Richtárik 2020")

@@ -231,6 +231,8 @@ class Algorithm(NamedTuple):
     traffic      (payload, upload) -> Traffic. Bytes that one client transfers.
     observe      (state) -> {name: array}. Arrays that a run records at every evaluation.
     offload      names of the parts of `rows` that may be stored off the device; see `core.offload`.
+    kept_change  share of a client's change that its own next start contains, sent or not: 0 if
+                 clients start from the download, 1 if they train on from their own model.
 
     In `send`, `receive` and `personalize` the state has no clients, (): a server cannot read
     client-side state. `ctx.data` is None in `send` for the same reason.
@@ -249,3 +251,4 @@ class Algorithm(NamedTuple):
     traffic: Any = full_traffic
     observe: Callable[[State], dict[str, jax.Array]] = no_observations
     offload: tuple[str, ...] = ()
+    kept_change: Any = 0.0

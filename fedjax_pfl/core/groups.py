@@ -148,6 +148,7 @@ def by_group(algorithms: tuple[Algorithm, ...]) -> Algorithm:
         predict=tuple(a.predict for a in algorithms),
         traffic=tuple(a.traffic for a in algorithms),
         observe=observe,
+        kept_change=algorithms[0].kept_change,  # all groups have the same method and settings
     )
 
 

@@ -7,9 +7,11 @@ QSGD (Alistarh et al., 2017), which scales by the norm of the array, here by its
 Error feedback adds the compression error to the client's next upload (Seide et al., 2014), for
 arrays whose changes add up over rounds: those of a model (params, batch_stats), and those whose
 first name ends with change or gradient. Other arrays, such as means of classes, are computed anew
-in each round, where an added error would only falsify the next value. A layer without upload
-traffic in a round, such as a block that the client does not hold, keeps its error. A later phase
-starts without errors.
+in each round, where an added error would only falsify the next value. Where a client trains on from
+its own model, `Algorithm.kept_change` of the error is in its next change anyway and is not added.
+The error of rounding to 2 bits is never added: it is larger than the change, and would grow. A
+layer without upload traffic in a round, such as a block that the client does not hold, keeps its
+error. A later phase starts without errors.
 Variances of BatchNorm are not sent below 0: their compressed change is at least −(downloaded
 variance).
 """
@@ -45,6 +47,7 @@ from fedjax_pfl.transforms.wrapping import (
 
 _ROUNDING = 1 << 30  # folded into the key; training splits its key by small numbers
 _SCALE_BITS = _INDEX_BITS = 32
+_LEAST_CARRIED_BITS = 3  # of numbers whose rounding error is added to the next upload
 
 
 class Client(NamedTuple):
@@ -73,6 +76,20 @@ def leaf_bytes(size: int, bits: int | None, top_k: float | None, full_bits: int 
     return -(-(sent * bits_per_value + (_SCALE_BITS if bits else 0)) // 8)
 
 
+def sparsify(x: jax.Array, top_k: float | None) -> jax.Array:
+    """Returns an array with its largest values, zeros elsewhere, in the shape of `x`.
+
+    Args:
+      x: The array to compress.
+      top_k: Fraction of values that are kept; None: all.
+    """
+    if top_k is None:
+        return x
+    flat = x.ravel()
+    _, indices = jax.lax.top_k(jnp.abs(flat), sent_values(flat.size, top_k))
+    return jnp.zeros_like(flat).at[indices].set(flat[indices]).reshape(x.shape)
+
+
 def encode(x: jax.Array, key: jax.Array, bits: int | None, top_k: float | None) -> jax.Array:
     """Returns an array after compression and decompression, in the shape of `x`.
 
@@ -82,10 +99,7 @@ def encode(x: jax.Array, key: jax.Array, bits: int | None, top_k: float | None) 
       bits: Bits per value; None: not quantised.
       top_k: Fraction of values that are sent; None: all.
     """
-    flat = x.ravel()
-    if top_k is not None:
-        _, indices = jax.lax.top_k(jnp.abs(flat), sent_values(flat.size, top_k))
-        flat = jnp.zeros_like(flat).at[indices].set(flat[indices])
+    flat = sparsify(x, top_k).ravel()
     if bits is not None:
         levels = 2 ** (bits - 1) - 1
         scale = jnp.max(jnp.abs(flat)) / levels
@@ -131,13 +145,18 @@ def compression(
             for i, (path, leaf) in enumerate(paths):
                 if not _is_exact(leaf):
                     adds_up = feedback and _adds_up(path)
-                    change = leaf - old[i] + (lost[i] if adds_up else 0)
+                    change = leaf - old[i]
+                    if adds_up:
+                        change += (1 - member.kept_change) * lost[i]
                     sent = encode(change, jax.random.fold_in(key, i), bits, top_k)
                     sent = jnp.maximum(sent, -old[i]) if is_variance(path) else sent
                     is_sent = jnp.asarray(up.get(trees.layer_name(path), 1)) > 0
                     new[i] = jnp.where(is_sent, old[i] + sent, leaf)
-                    if adds_up:  # with the rounding of the sum, which is large in bfloat16
-                        lost[i] = jnp.where(is_sent, change - (new[i] - old[i]), lost[i])
+                    if adds_up:
+                        # `new` includes the rounding of the sum, which is large in bfloat16.
+                        rounded = bits is None or bits >= _LEAST_CARRIED_BITS
+                        arrived = new[i] - old[i] if rounded else sparsify(change, top_k)
+                        lost[i] = jnp.where(is_sent, change - arrived, lost[i])
             new_lost = jax.tree.unflatten(structure, lost) if feedback else ()
             upload = jax.tree.unflatten(structure, new)
             return result._replace(upload=upload, client=Client(result.client, new_lost))
@@ -191,8 +210,10 @@ def _compressed_traffic(
       bits: Bits per value; None: not quantised.
       top_k: Fraction of values that are sent; None: all.
     """
-    up: dict[str, Any] = {}
-    for layer, leaves in trees.layers(upload).items():
+    layers = trees.layers(upload)
+    # A method may count a part of its upload under a name that is no layer; it counts in full.
+    up: dict[str, Any] = {name: n for name, n in traffic.up.items() if name not in layers}
+    for layer, leaves in layers.items():
         full = max(1, sum(map(trees.leaf_bytes, leaves)))
         compressed = sum(
             trees.leaf_bytes(x)

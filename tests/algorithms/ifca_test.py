@@ -84,6 +84,20 @@ def test_download_starts_with_the_last_cluster():
         for ctx in (context(data, 0), context(data, 1))
     ]
     assert chosen == [1, 0]
+    new = state_of(START, [-1] * 4)  # has not chosen: as if the first cluster were its last
+    first = algorithm.send(new, ClientContext(jnp.int32(1), None, 0, KEY))
+    np.testing.assert_array_equal(weights(first), np.float32(START[0]))
+
+
+def test_uploads_change_the_first_model_as_training_changes_the_chosen_one():
+    """Compression and limits of norms see the change by training, not that of the cluster."""
+    algorithm, data = make()
+    ctx = context(data, 0)  # chooses the last model, and trained the first one before
+    payload = algorithm.send(state_of(START, [0] * 4), ctx)
+    result = jax.jit(algorithm.train)(payload, (), ctx)
+    assert int(result.upload["chosen"]) == 2
+    change = weights(result.upload) - weights(payload)
+    np.testing.assert_allclose(change, weights(result.variables) - START[2], rtol=1e-5)
 
 
 def test_ties_keep_the_cluster_and_models_that_are_not_finite_are_avoided():
@@ -103,9 +117,11 @@ def test_absent_clients_do_not_count():
         {**linear.variables(w), "chosen": jnp.int32(chosen)}
         for w, chosen in ((TRUTHS[0], 1), (2 * TRUTHS[0], 1), (TRUTHS[2], 2), (TRUTHS[2], 1))
     ]
-    after = linear.receive(algorithm, state, COUNTS, uploads, [True, True, False, False])
+    payloads = [algorithm.send(state, ClientContext(i, None, 0, KEY)) for i in range(4)]
+    arrived = [True, True, False, False]
+    after = linear.receive(algorithm, state, COUNTS, uploads, arrived, payloads)
     np.testing.assert_array_equal(after.rows, [2, 2, 1, 1])
-    mean = TRUTHS[0] * (3 + 2 * 5) / 8
+    mean = TRUTHS[0] * (3 + 2 * 5) / 8 + START[2] - START[1]  # the chosen model is the last one
     np.testing.assert_allclose(weights(after.server.clusters), [*START[:2], mean], rtol=1e-6)
 
 

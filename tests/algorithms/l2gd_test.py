@@ -30,6 +30,7 @@ def test_two_steps_by_hand():
     result = train_client(algorithm, mean, client, data)
     np.testing.assert_allclose(weights(result.variables), x, rtol=1e-6)
     chex.assert_trees_all_equal(result.upload, result.client.variables)
+    assert algorithm.kept_change == 0.75
 
 
 def test_the_mean_is_unweighted_and_without_absent_clients():

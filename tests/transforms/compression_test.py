@@ -109,10 +109,13 @@ def scripted() -> Algorithm:
     )
 
 
-def script(**settings: Any) -> tuple[np.ndarray, list[np.ndarray], Client]:
+def script(
+    kept_change: float = 0.0, **settings: Any
+) -> tuple[np.ndarray, list[np.ndarray], Client]:
     """Returns the changes sent in each round, the error after each, and the last client state."""
     data, federation = tiny.federated()
-    algorithm = compression(federation, data, **settings)(scripted())
+    method = scripted()._replace(kept_change=kept_change)
+    algorithm = compression(federation, data, **settings)(method)
     client = jax.tree.map(lambda leaf: leaf[0], algorithm.init(KEY).clients)
     train = jax.jit(algorithm.train)
     sent, lost = [], []
@@ -144,6 +147,24 @@ def test_error_feedback_sends_the_error_later():
     assert int(client.method) == 3
     assert not client.lost["count"].any()
     assert not client.lost["mask"].any()
+
+
+def test_an_error_that_the_next_change_contains_is_not_added():
+    """With 0.5 the second round compresses 1 −3 2.5 5, with 1 the given changes."""
+    sent, lost, _ = script(0.5, top_k=0.5)
+    np.testing.assert_array_equal(sent[:2], [[8, -3, 0, 0], [0, -3, 0, 5]])
+    np.testing.assert_array_equal(lost[1], [1, 0, 2.5, 0])
+    sent, lost, _ = script(1.0, top_k=0.5)
+    np.testing.assert_array_equal(sent, [[8, -3, 0, 0], [0, -3, 0, 5], [-4, 0, 2, 0]])
+    np.testing.assert_array_equal(lost[2], [0, 1, 0, 1])
+
+
+def test_the_error_of_rounding_to_2_bits_is_dropped():
+    _, lost, _ = script(bits=2)
+    assert not np.any(lost)
+    sent, lost, _ = script(bits=2, top_k=0.5)
+    np.testing.assert_array_equal(lost[0], [0, 0, 1, 0])  # of sparsification alone
+    assert set(sent[0]) <= {-8, 0, 8}
 
 
 def test_quantised_changes_and_the_error_sum_to_all_changes():
@@ -251,7 +272,7 @@ def test_init_restarts_the_error_and_continues_the_method():
 
 
 def test_variances_do_not_become_negative():
-    """With one level, −0.9 is sent as −5 or 0, and a variance of 1 cannot fall by 5."""
+    """With three levels, −0.9 is sent as −5/3 or 0, and a variance of 1 cannot fall by 5/3."""
     data, federation = tiny.federated()
     old = {"batch_stats": {"norm": {"mean": jnp.ones(2), "var": jnp.ones(2)}}}
     change = np.float32([-0.9, 5])
@@ -263,7 +284,7 @@ def test_variances_do_not_become_negative():
     method = scripted()._replace(
         init=lambda key, start=None: State(old, (), jnp.arange(6)), train=train
     )
-    algorithm = compression(federation, data, bits=2)(method)
+    algorithm = compression(federation, data, bits=3)(method)
     client = jax.tree.map(lambda leaf: leaf[0], algorithm.init(KEY).clients)
 
     def upload(key: jax.Array) -> Any:
@@ -272,7 +293,7 @@ def test_variances_do_not_become_negative():
 
     sent, lost = jax.jit(jax.vmap(upload))(jax.random.split(KEY, 50))
     sent, lost = (jax.device_get(tree["batch_stats"]["norm"]) for tree in (sent, lost))
-    assert set(np.unique(sent["mean"][:, 0])) == {-4, 1}
+    np.testing.assert_allclose(np.unique(sent["mean"][:, 0]), [-2 / 3, 1], rtol=1e-6)
     assert set(np.unique(sent["var"][:, 0])) == {0, 1}
     for name in ("mean", "var"):
         total = np.broadcast_to(1 + change, sent[name].shape)
@@ -300,6 +321,9 @@ def test_traffic():
     fixed = half._replace(traffic=lambda payload, upload: Traffic({}, {"w": 12}))
     up = compression(federation, data, bits=8)(fixed).traffic((), {"w": jnp.zeros(4)}).up
     assert up == {"w": 6}
+    renamed = half._replace(traffic=lambda payload, upload: Traffic({}, {"model": 16}))
+    up = compression(federation, data, bits=8)(renamed).traffic((), {"w": jnp.zeros(4)}).up
+    assert up == {"model": 16, "w": 0}  # every byte counts, also without a layer's name
 
 
 def step(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
