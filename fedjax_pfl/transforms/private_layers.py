@@ -3,7 +3,8 @@
 In every model that a client downloads or that the server stores, the client's own values replace
 those of the private layers. In uploads, the downloaded values replace them, so the server learns
 nothing about them and averages equal values. They count as no traffic. Models that a method stores
-on the client, such as FedFomo's latest start, get the client's own layers too.
+on the client get the client's trained layers if they had the ones before, as FedFomo's latest start
+has. A personal model that trains its own layers, as in Ditto, APFL and FML, keeps these.
 """
 
 from collections.abc import Callable, Collection
@@ -98,6 +99,33 @@ def replace_layers(tree: PyTree, private: PyTree, others: PyTree = (), skip: int
     return tree_map_with_path(replace, tree)
 
 
+def _update_stored(stored: PyTree, old: PyTree, new: PyTree) -> PyTree:
+    """Returns a client's state with `new` private layers in each of its models that has the `old`.
+
+    Args:
+      stored: Client-side state of the method after training.
+      old: The client's private layers before training.
+      new: The same after training.
+    """
+    # With skip=0 only whole models match, not their momentum.
+    matches = _matching_paths(stored, old, skip=0)
+    leaves = dict(tree_leaves_with_path(stored))
+    old_leaves, new_leaves = (dict(tree_leaves_with_path(tree)) for tree in (old, new))
+    equal: dict[Path, jax.Array] = {}  # by model: whether all its private layers are the old ones
+    for path, private_path in matches.items():
+        place = path[: -len(private_path)]
+        is_old = jnp.all(leaves[path] == old_leaves[private_path])
+        equal[place] = equal.get(place, True) & is_old
+
+    def update(path: Path, leaf: jax.Array) -> jax.Array:
+        if path not in matches:
+            return leaf
+        private_path = matches[path]
+        return jnp.where(equal[path[: -len(private_path)]], new_leaves[private_path], leaf)
+
+    return tree_map_with_path(update, stored)
+
+
 def private_layers(
     model: Any, federation: Federation, data: FederatedData, layers: Collection[str]
 ) -> Transform:
@@ -125,9 +153,7 @@ def private_layers(
     def wrap(member: Algorithm) -> Algorithm:
         def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
             client_payload = replace_layers(payload, client.own, other_shapes)
-            # With skip=0 only whole models match, not their momentum.
-            method = replace_layers(client.method, client.own, skip=0)
-            result = member.train(client_payload, method, ctx)
+            result = member.train(client_payload, client.method, ctx)
             matches = _matching_paths(result.upload, private_shapes, other_shapes)
             values = dict(tree_leaves_with_path(result.upload))
             trained = {private_path: values[path] for path, private_path in matches.items()}
@@ -137,12 +163,12 @@ def private_layers(
                 result.upload,
                 trees.matching_download(payload, result.upload),
             )
-            return result._replace(upload=upload, client=Client(result.client, private))
+            stored = _update_stored(result.client, client.own, private)
+            return result._replace(upload=upload, client=Client(stored, private))
 
         def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
             server, rows = replace_layers((state.server, state.rows), client.own, other_shapes)
-            method = replace_layers(client.method, client.own, skip=0)
-            return member.personalize(State(server, rows, ()), method, ctx)
+            return member.personalize(State(server, rows, ()), client.method, ctx)
 
         def traffic(payload: PyTree, upload: PyTree) -> Traffic:
             down, up = (
@@ -221,6 +247,11 @@ def _is_shared(algorithm: Algorithm, private: PyTree, others: PyTree, data: Fede
             str(path): leaf.shape for path, leaf in tree_leaves_with_path(tree) if path in matches
         }
 
+    if names and set(trees.layers(upload)) == names:
+        raise UsageError(
+            f"keep_head keeps {', '.join(sorted(names))}, and the method uploads nothing else; "
+            "leave it off, or share more layers"
+        )
     shapes = {str(path): leaf.shape for path, leaf in tree_leaves_with_path(private)}
     is_shared = bool(_matching_paths(upload, private, others))
     is_sent_and_stored = shapes.items() <= private_part(payload).items() and bool(

@@ -93,6 +93,8 @@ def test_refused_methods(name):
         with_private_head(name)
     with pytest.raises(UsageError, match=r"control.*leave it off"):
         with_private_head("scaffold")
+    with pytest.raises(UsageError, match="fc2, and the method uploads nothing else; leave it off"):
+        keep_head(algorithms.lg_fedavg(tiny.Net(), example.training(), FEDERATION))
     with pytest.raises(UsageError, match="without groups"):
         keep_head(by_group((cases.make("fedavg", FEDERATION),) * 2))
 
@@ -185,11 +187,18 @@ def test_later_phase_keeps_private_heads_in_the_state_of_other_transforms():
 
 def test_fedfomo_stores_models_with_the_private_head():
     state, _ = after_rounds(with_private_head("fedfomo"), 2)
-    private = jax.tree.map(lambda leaf: leaf + 7.0, state.clients.own)
-    stored = replace_layers(state.clients.method, private, skip=0)
-    expected = private["params"]["fc2"]["kernel"]
-    np.testing.assert_array_equal(stored.start["params"]["fc2"]["kernel"], expected)
-    chex.assert_trees_all_equal(stored.momentum, state.clients.method.momentum)
+    own, start = state.clients.own["params"], state.clients.method.start["params"]
+    chex.assert_trees_all_equal(start["fc2"], own["fc2"])
+
+
+def test_a_personal_model_keeps_the_head_that_it_trained():
+    """Ditto stores the personal model v. The private head is that of the shared model."""
+    algorithm = with_private_head("ditto")
+    state, _ = after_rounds(algorithm, 2)
+    own, stored = state.clients.own["params"]["fc2"], state.clients.method.variables
+    assert np.abs(stored["params"]["fc2"]["kernel"] - own["kernel"]).max() > 1e-3
+    model = served(algorithm, state, 2)
+    chex.assert_trees_all_equal(model["params"], trees.row(stored["params"], 2))
 
 
 @pytest.mark.parametrize(
