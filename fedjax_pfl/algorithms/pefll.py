@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from fedjax_pfl.algorithms.pfedhn.diagnostics import PICTURES, diagnostics
@@ -50,7 +51,7 @@ from fedjax_pfl.core.algorithm import (
     PyTree,
     State,
 )
-from fedjax_pfl.core.diagnostics import Picture
+from fedjax_pfl.core.diagnostics import Observed, Picture, Value
 from fedjax_pfl.core.errors import (
     MAX_LAYERS,
     UsageError,
@@ -258,9 +259,12 @@ def pefll(
 
     def observe(state: State) -> dict[str, jax.Array]:
         v = state.rows.descriptor
+        is_known = jnp.any(v != 0, 1)
         return {
             "descriptors": v,
-            "spread": spread(lambda v: generate(state.server.hypernetwork, v), v),
+            "spread": spread(
+                lambda v: generate(state.server.hypernetwork, v), v, is_known | ~is_known.any()
+            ),
         }
 
     return Algorithm(
@@ -274,6 +278,15 @@ def pefll(
     )
 
 
+def _spread_of_known(observed: Observed) -> Value | None:
+    """Returns the mean spread of the clients that have sent a descriptor; of all if none has."""
+    if "descriptors" not in observed.now:
+        return None
+    is_known = np.any(np.asarray(observed.now["descriptors"]) != 0, 1)
+    included = is_known | ~is_known.any()
+    return float(np.mean(np.asarray(observed.now["spread"])[included]))
+
+
 def _networks(server: Server) -> dict[str, PyTree]:
     """Returns the parameters of both networks, by name."""
     return {"embedding": server.embedding, "hypernetwork": server.hypernetwork}
@@ -283,7 +296,7 @@ PEFLL = Method(
     pefll,
     title="PeFLL",
     paper="Scott et al. 2024",
-    diagnostics={"spread": diagnostics("pefll")["spread"]},
+    diagnostics={"spread": diagnostics("pefll")["spread"]._replace(value=_spread_of_known)},
     pictures={
         "spread": PICTURES["spread"],
         "descriptors": Picture(

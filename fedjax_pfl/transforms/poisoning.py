@@ -140,3 +140,5 @@ def _check_examples(data: FederatedData, federation: Federation, kind: str, targ
         raise UsageError("attack=backdoor needs images; choose another attack")
     if target >= (classes := _classes(data, federation)):
         raise UsageError(f"attack_target is {target}; choose a class from 0 to {classes - 1}")
+    if all(metric.name != "accuracy" for metric in federation.task.metrics):
+        raise UsageError("attack=backdoor is scored by accuracy; add it to metrics")

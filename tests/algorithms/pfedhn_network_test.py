@@ -129,3 +129,7 @@ def test_spread_by_hand():
     np.testing.assert_allclose(got, expected, rtol=1e-6)
     dead = hypernet.spread(lambda v: {"w": jnp.ones(3) + 0 * v[0]}, models)
     np.testing.assert_allclose(dead, 0, atol=1e-6)
+    first_two = hypernet.spread(  # of mean (3, 0)
+        lambda v: {"w": v[0], "b": v[1]}, models, jnp.array([True, True, False, False])
+    )
+    np.testing.assert_allclose(first_two[:2], [1 / 3, 1 / 3], rtol=1e-6)

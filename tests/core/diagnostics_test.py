@@ -122,6 +122,16 @@ def test_pfedhn(method):
     assert inactive.inactive == ["spread", "moved"]
     assert "is 0.0150 of their length" in inactive.remarks[0]
     assert f"see {method}.rate" in inactive.remarks[1]
+    fixed = {"spread": [0.1, 0.3], "class_shares": v}  # these do not move
+    assert of(method, fixed, first=fixed).diagnostics == pytest.approx({"spread": 0.2})
+
+
+def test_pefll():
+    """Only clients that have sent a descriptor count."""
+    arrays = {"spread": [0.5, 0.1, 0.2], "descriptors": [[0, 0], [1, 0], [0, 1]]}
+    assert of("pefll", arrays).diagnostics == pytest.approx({"spread": 0.15})
+    arrays["descriptors"] = np.zeros((3, 2))
+    assert of("pefll", arrays).diagnostics == pytest.approx({"spread": 0.8 / 3})
 
 
 def test_fedmn():
@@ -165,6 +175,7 @@ def test_clustered_fl_and_fedem():
     assert of("clustered_fl", {"cluster": [0, 2, 0, 1]}).diagnostics == {"clusters": 3}
     one_cluster = of("clustered_fl", {"cluster": [0, 0]}, earlier=lines(("clusters",)))
     assert "there is 1 cluster, which is FedAvg" in one_cluster.remarks[0]
+    assert of("ifca", {"cluster": [2, 2, -1]}).inactive == ["clusters"]  # one has not chosen yet
     read = of("fedem", {"pi": [[0.5, 0.5], [1.0, 0.0]]})
     assert read.diagnostics == pytest.approx({"share_bits": 0.5, "deviation": 0.25})
     assert of("fedem", {"pi": [[0.5, 0.5]] * 2}).inactive == ["deviation"]

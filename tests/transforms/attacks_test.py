@@ -227,6 +227,9 @@ def test_unsuitable_examples_are_refused():
     mask = np.array([True, False, False])
     with pytest.raises(UsageError, match="attack_target is 3; choose a class from 0 to 2"):
         poison(data, federation, mask, "backdoor", 3)
+    task = federation.task._replace(metrics=federation.task.metrics[1:])
+    with pytest.raises(UsageError, match="attack=backdoor is scored by accuracy; add it to metric"):
+        poison(data, federation._replace(task=task), mask, "backdoor")
     with pytest.raises(UsageError, match="attack=label_flip needs examples with one class each"):
         poison(data._replace(y=np.float32(data.y)), federation, mask, "label_flip")
     with pytest.raises(UsageError, match="attack=label_flip needs clients with the same classes"):

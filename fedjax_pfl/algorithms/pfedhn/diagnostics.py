@@ -16,7 +16,10 @@ _ONE_MODEL = 0.02  # generated models that differ less than this are one model
 
 
 def _moved(observed: Observed) -> Value | None:
-    """Returns ‖v − v₀‖ / ‖v₀‖ over all embeddings [N, e], with v₀ of the first evaluation."""
+    """Returns ‖v − v₀‖ / ‖v₀‖ over all embeddings [N, e], with v₀ of the first evaluation.
+
+    Returns None if the embeddings are class shares, which do not move.
+    """
     if "embeddings" not in observed.first:
         return None
     first = np.asarray(observed.first["embeddings"], np.float64)
@@ -57,5 +60,10 @@ PICTURES = {
     ),
     "embeddings": Picture(
         "Embeddings", "clients by the first two principal components of v", is_scatter=True
+    ),
+    "class_shares": Picture(
+        "Class shares",
+        "clients by the first two principal components of their class shares, which are v",
+        is_scatter=True,
     ),
 }

@@ -120,7 +120,9 @@ def advance(phi: PyTree, spectral: PyTree, steps: int = 1) -> PyTree:
     }
 
 
-def spread(generate: Callable[[jax.Array], PyTree], v: jax.Array) -> jax.Array:
+def spread(
+    generate: Callable[[jax.Array], PyTree], v: jax.Array, included: jax.Array | None = None
+) -> jax.Array:
     """Distance of each generated model from their mean, divided by the mean's norm, [N].
 
     0 means that all clients get one model: the last ReLUs of the hypernetwork are dead. Models are
@@ -129,13 +131,21 @@ def spread(generate: Callable[[jax.Array], PyTree], v: jax.Array) -> jax.Array:
     Args:
       generate: Maps an embedding [e] to a model's parameters.
       v: Embeddings [N, e].
+      included: Clients whose models make the mean, bool [N], at least one; None: all.
     """
+    included = jnp.ones(len(v), bool) if included is None else included
+    count = jnp.sum(included)
 
-    def add(total: PyTree, embedding: jax.Array) -> tuple[PyTree, None]:
-        return jax.tree.map(lambda a, b: a + b / len(v), total, generate(embedding)), None
+    def add(total: PyTree, client: tuple[jax.Array, jax.Array]) -> tuple[PyTree, None]:
+        embedding, counts = client
+
+        def plus(a: jax.Array, b: jax.Array) -> jax.Array:
+            return a + jnp.where(counts, b / count.astype(b.dtype), 0.0)
+
+        return jax.tree.map(plus, total, generate(embedding)), None
 
     zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(generate, v[0]))
-    mean, _ = jax.lax.scan(add, zeros, v)
+    mean, _ = jax.lax.scan(add, zeros, (v, included))
 
     def distance(embedding: jax.Array) -> jax.Array:
         return optax.tree.norm(optax.tree.sub(generate(embedding), mean)) / optax.tree.norm(mean)

@@ -234,7 +234,8 @@ def build_algorithm(
 
     def observe(state: State) -> dict[str, jax.Array]:
         h = partial(generate, state.server.phi, state.server.spectral)
-        return {"embeddings": state.rows.v, "spread": hypernet.spread(h, state.rows.v)}
+        name = "class_shares" if settings.fixed else "embeddings"
+        return {name: state.rows.v, "spread": hypernet.spread(h, state.rows.v)}
 
     send, train, personalize = zip(*map(client_functions, range(len(networks))), strict=True)
     algorithm = Algorithm(
