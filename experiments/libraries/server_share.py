@@ -169,10 +169,14 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> text_tables.Table:
-    """Returns a table of results of `measure`, by method, or by method and setting."""
+    """Returns a table of results of `measure`, by method, or by method and setting.
+
+    Rows of measurements that failed are left out.
+    """
     rows = []
     for method, measured in results.items():
-        for row in sorted(measured, key=lambda row: (row["clients"], row["store"])):
+        finished = [row for row in measured if row["ok"]]
+        for row in sorted(finished, key=lambda row: (row["clients"], row["store"])):
             name, _, detail = method.partition(", ")
             label = ", ".join(filter(None, (METHODS[name].title, detail)))
             label += f", {row['cohort']:,} of {row['clients']:,} clients"

@@ -12,6 +12,7 @@ ROW = {
     "clients": 1000,
     "cohort": 100,
     "store": "sharded",
+    "ok": True,
     "server": 2.0,
     "training": 18.0,
     "share": 0.1,
@@ -48,7 +49,9 @@ def test_clients_do_the_same_work_without_the_server(name: str):
 
 
 def test_a_row_as_text_and_in_the_table():
-    rows = {"pfedla": [ROW, {**ROW, "clients": 200}], "pfedla, 4 hidden units": [ROW]}
+    failed = {"clients": 5000, "store": "sharded", "ok": False}
+    measured = [ROW, {**ROW, "clients": 200}, failed]
+    rows = {"pfedla": measured, "pfedla, 4 hidden units": [ROW]}
     table = server_share.table(rows)
     assert table.rows.pop()[0] == "pFedLA, 4 hidden units, 100 of 1,000 clients"
     assert table.rows == [
