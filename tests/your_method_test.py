@@ -132,10 +132,10 @@ def test_the_page_lists_the_functions_of_the_contract():
     columns = ("Function", "Arguments", "Returns")
     listed = [tuple(row[k].replace("`", "") for k in columns) for row in table("Function")]
     assert listed == re.findall(pattern, Algorithm.__doc__, re.M)
-    assert [*(name for name, *_ in listed), "offload"] == list(Algorithm._fields)
+    assert [*(name for name, *_ in listed), "offload", "kept_change"] == list(Algorithm._fields)
     text = (documents.DOCS / "contract.md").read_text()
-    assert "`traffic`, `observe` and `offload` are optional" in text
-    assert set(Algorithm._field_defaults) == {"traffic", "observe", "offload"}
+    assert "`traffic`, `observe`, `offload` and `kept_change` are optional" in text
+    assert set(Algorithm._field_defaults) == {"traffic", "observe", "offload", "kept_change"}
 
 
 def test_the_page_lists_every_argument():
