@@ -126,11 +126,9 @@ def fedas(
 
         def squared_gradient(batch: Batch) -> jax.Array:
             """Returns the squared norm of the gradient of a batch's mean loss, []."""
-            # A network without a gradient at 0 would return NaN for padding of zeros.
-            x = batch.x[jnp.where(batch.mask, jnp.arange(len(batch.mask)), 0)]
 
             def loss(params: PyTree) -> jax.Array:
-                outputs = model.apply({"params": params, **model_state}, x)
+                outputs = model.apply({"params": params, **model_state}, batch.x)
                 losses = jnp.where(batch.mask, task.loss(outputs, batch.y, data.classes), 0.0)
                 examples = jnp.sum(batch.mask).astype(jnp.float32)
                 return jnp.sum(losses) / jnp.maximum(examples, 1.0)

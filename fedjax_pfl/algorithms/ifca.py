@@ -131,17 +131,12 @@ def ifca(
         others = jax.tree.map(lambda leaf: leaf[1:], models)
         return {**trees.join(state.server.shared, trees.row(models, 0)), "others": others}
 
-    def downloaded(payload: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns the clusters' layers of a payload, stacked, and the shared layers."""
+    def choose(payload: PyTree, data: ClientData) -> tuple[PyTree, jax.Array]:
+        """Returns the downloaded model with the lowest training loss, and its position."""
         first, shared = parts(_without(payload, ("others",)))
         models = jax.tree.map(
             lambda leaf, others: jnp.concatenate([leaf[None], others]), first, payload["others"]
         )
-        return models, shared
-
-    def choose(payload: PyTree, data: ClientData) -> tuple[PyTree, jax.Array]:
-        """Returns the downloaded model with the lowest training loss, and its position."""
-        models, shared = downloaded(payload)
 
         def loss(own_layers: PyTree) -> jax.Array:
             variables = trees.join(shared, own_layers)
@@ -167,16 +162,14 @@ def ifca(
 
     def receive(state: State, cohort: Cohort) -> tuple[Server, jax.Array]:
         last = jnp.maximum(state.rows.at[cohort.ids].get(mode="fill", fill_value=0), 0)
-        chosen = cohort.present(cohort.uploads["chosen"])
-        cluster = (last + chosen) % clusters
+        cluster = (last + cohort.present(cohort.uploads["chosen"])) % clusters
         changed, shared_layers = parts(_without(cohort.uploads, ("chosen",)))
 
-        def trained(payload: PyTree, position: jax.Array, changed: PyTree) -> PyTree:
-            """Returns a client's trained layers of its cluster."""
-            models, _ = downloaded(payload)
-            return trees.add_change(trees.row(models, position), trees.row(models, 0), changed)
+        def models_at(places: jax.Array) -> PyTree:
+            # Not from the payloads, which would keep all models of all clients in memory.
+            return jax.tree.map(lambda leaf: leaf[places], state.server.clusters)
 
-        own_layers = cohort.map(trained, cohort.payloads, chosen, changed)
+        own_layers = trees.add_change(models_at(cluster), models_at(last), changed)
 
         def average(arguments: tuple[jax.Array, PyTree]) -> PyTree:
             j, old = arguments

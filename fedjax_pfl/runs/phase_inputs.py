@@ -201,7 +201,7 @@ def _algorithm(inputs: PhaseInputs, conv: str, settings: Mapping[str, Any]) -> A
     models = tuple(make_network(inputs, group, conv) for group in inputs.group_configs)
 
     def group_federation(g: int) -> Federation:
-        """Leaves out the clients of other groups, now and in earlier phases: none is stored."""
+        """Leaves out clients of other groups, in earlier phases too: no model of them is stored."""
         in_group, earlier = federation.groups == g, federation.earlier
         return federation._replace(
             active=federation.active & in_group,

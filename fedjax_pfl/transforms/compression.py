@@ -8,10 +8,12 @@ Error feedback adds the compression error to the client's next upload (Seide et 
 arrays whose changes add up over rounds: those of a model (params, batch_stats), and those whose
 first name ends with change or gradient. Other arrays, such as means of classes, are computed anew
 in each round, where an added error would only falsify the next value. Where a client trains on from
-its own model, `Algorithm.kept_change` of the error is in its next change anyway and is not added.
-The error of rounding to 2 bits is never added: it is larger than the change, and would grow. A
-layer without upload traffic in a round, such as a block that the client does not hold, keeps its
-error. A later phase starts without errors.
+its own model, the share `Algorithm.kept_change` of the error is in its next change anyway and is
+not added. The error of rounding to 2 bits is never added: it can be larger than the change, and
+would grow. A layer without upload traffic in a round, such as a block that the client does not
+hold, keeps its error. A later phase starts without errors.
+With FedALA a part of the error of the last layers, which depends on the learned weights, is in the
+next change too, and is added all the same.
 Variances of BatchNorm are not sent below 0: their compressed change is at least −(downloaded
 variance).
 """
@@ -132,6 +134,11 @@ def compression(
     require(bits is None or 2 <= bits <= 16, f"bits is {bits}; it must be 2 to 16")
     require(top_k is None or 0 < top_k <= 1, f"top_k is {top_k}; it is a fraction, above 0, to 1")
 
+    def has_errors(member: Algorithm) -> bool:
+        """Returns True if clients store compression errors, False if none would be added."""
+        kept = member.kept_change
+        return feedback and not (isinstance(kept, float) and kept == 1)
+
     def wrap(member: Algorithm) -> Algorithm:
         def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
             # With the unchanged key, training samples the same batches as without compression.
@@ -144,7 +151,7 @@ def compression(
             up = member.traffic(payload, result.upload).up
             for i, (path, leaf) in enumerate(paths):
                 if not _is_exact(leaf):
-                    adds_up = feedback and _adds_up(path)
+                    adds_up = has_errors(member) and _adds_up(path)
                     change = leaf - old[i]
                     if adds_up:
                         change += (1 - member.kept_change) * lost[i]
@@ -157,7 +164,7 @@ def compression(
                         rounded = bits is None or bits >= _LEAST_CARRIED_BITS
                         arrived = new[i] - old[i] if rounded else sparsify(change, top_k)
                         lost[i] = jnp.where(is_sent, change - arrived, lost[i])
-            new_lost = jax.tree.unflatten(structure, lost) if feedback else ()
+            new_lost = jax.tree.unflatten(structure, lost) if has_errors(member) else ()
             upload = jax.tree.unflatten(structure, new)
             return result._replace(upload=upload, client=Client(result.client, new_lost))
 
@@ -170,7 +177,7 @@ def compression(
         return member._replace(train=train, personalize=personalize, traffic=traffic)
 
     def first(member: Algorithm, key: jax.Array, state: State, start: State | None) -> PyTree:
-        if not feedback:
+        if not has_errors(member):
             return ()
 
         def run(data: FederatedData) -> PyTree:

@@ -97,7 +97,8 @@ def test_uploads_change_the_first_model_as_training_changes_the_chosen_one():
     result = jax.jit(algorithm.train)(payload, (), ctx)
     assert int(result.upload["chosen"]) == 2
     change = weights(result.upload) - weights(payload)
-    np.testing.assert_allclose(change, weights(result.variables) - START[2], rtol=1e-5)
+    # The models of the two clusters differ by about 2.
+    np.testing.assert_allclose(change, weights(result.variables) - START[2], rtol=0, atol=1e-5)
 
 
 def test_ties_keep_the_cluster_and_models_that_are_not_finite_are_avoided():
@@ -117,9 +118,7 @@ def test_absent_clients_do_not_count():
         {**linear.variables(w), "chosen": jnp.int32(chosen)}
         for w, chosen in ((TRUTHS[0], 1), (2 * TRUTHS[0], 1), (TRUTHS[2], 2), (TRUTHS[2], 1))
     ]
-    payloads = [algorithm.send(state, ClientContext(i, None, 0, KEY)) for i in range(4)]
-    arrived = [True, True, False, False]
-    after = linear.receive(algorithm, state, COUNTS, uploads, arrived, payloads)
+    after = linear.receive(algorithm, state, COUNTS, uploads, [True, True, False, False])
     np.testing.assert_array_equal(after.rows, [2, 2, 1, 1])
     mean = TRUTHS[0] * (3 + 2 * 5) / 8 + START[2] - START[1]  # the chosen model is the last one
     np.testing.assert_allclose(weights(after.server.clusters), [*START[:2], mean], rtol=1e-6)

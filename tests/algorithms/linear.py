@@ -116,12 +116,7 @@ def train_client(
 
 
 def receive(
-    algorithm: Algorithm,
-    state: State,
-    counts: Any,
-    uploads: list[Any],
-    arrived: Any,
-    payloads: list[Any] | None = None,
+    algorithm: Algorithm, state: State, counts: Any, uploads: list[Any], arrived: Any
 ) -> State:
     """Returns the state after a server update with the uploads of clients 0, 1, ...
 
@@ -131,15 +126,10 @@ def receive(
       counts: Number of examples of each client.
       uploads: One upload for each client, also for absent ones.
       arrived: Bool for each client.
-      payloads: The download of each client; None for methods whose server does not read it.
     """
     n, present = len(counts), jnp.asarray(arrived)
-
-    def stack(values: list[Any]) -> Any:
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *values)
-
-    ids, downloads = jnp.where(present, jnp.arange(n), n), stack(payloads) if payloads else ()
-    cohort = tiny_cohort(counts, ids, present, downloads, stack(uploads), T)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *uploads)
+    cohort = tiny_cohort(counts, jnp.where(present, jnp.arange(n), n), present, (), stacked, T)
     server, rows = algorithm.receive(state._replace(clients=()), cohort)
     return state._replace(server=server, rows=rows)
 

@@ -333,7 +333,9 @@ LENGTHS = {
     ),
     "figure3": _LENGTH._replace(clients=10),
     "figure4": _LENGTH._replace(
-        dataset="cifar100", clients=100, own_settings=("partition", "listed.*", "coarse.*")
+        dataset="cifar100",
+        clients=100,
+        own_settings=("partition", "listed.*", "coarse.*", "pfedhn.fixed"),
     ),
     "figure5": _LENGTH._replace(own_settings=("local_steps",)),
     "figure6": _LENGTH._replace(own_settings=("pfedhn.embedding", "pfedhn.depth")),
