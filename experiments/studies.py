@@ -27,7 +27,7 @@ def main() -> None:
             raise UsageError(f"there is no system {name!r}{configuration.suggestion(name, NAMES)}")
     del sys.argv[1]
     studies = importlib.import_module(f"experiments.papers.{name}.studies")
-    study.launch(studies.STUDIES, studies.__doc__, name, studies.LENGTHS)
+    study.launch(studies.STUDIES, studies.__doc__, name, studies.OPTIONS)
 
 
 if __name__ == "__main__":

@@ -11,16 +11,16 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.task import infer_task
 
 
-def refuse_own_settings(changes: Sequence[str], own_settings: Collection[str], place: str) -> None:
+def refuse_own_settings(changes: Sequence[str], own_settings: Collection[str], study: str) -> None:
     """Raises UsageError for a KEY=VALUE pair of a setting that a study chooses itself.
 
     `own_settings` has names and patterns, such as "pfedla.k" and "privacy*". A group is refused
-    with its settings. `place` is the study, for the message.
+    with its settings.
     """
     for change in changes:
         key = change.partition("=")[0]
         if any(fnmatchcase(key, p) or p.startswith(f"{key}.") for p in own_settings):
-            raise UsageError(f"{place} chooses {key} itself; leave --set={change} out")
+            raise UsageError(f"the study {study} chooses {key} itself; leave --set={change} out")
 
 
 def require_accuracy(config: ConfigDict) -> None:
@@ -37,7 +37,7 @@ def require_classes(dataset: str, data_dir: str | None) -> None:
     """Raises UsageError if a dataset has real targets, which have no accuracy."""
     if _task(dataset, data_dir) == "regression":
         raise UsageError(
-            f"tables and studies show accuracy, which {dataset!r} has not: its targets are real "
+            f"tables and studies show accuracy, and {dataset!r} has none: its targets are real "
             "numbers; choose a dataset with classes"
         )
 

@@ -52,16 +52,16 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # safe for th
 Study = Callable[[], tuple[dict[str, Any], Figure | None]]
 
 
-class Length(NamedTuple):
+class StudyOptions(NamedTuple):
     """Rounds of a study, what else --paper sets, its flags, and settings that --set cannot change.
 
-    Flags that a study reads besides those of all studies are in `has`: clients, methods, and flags
-    that its system defines. All others are refused.
+    `flags` are those that the study reads and others do not: clients, methods, and flags that its
+    system defines. They are refused where a study does not read them.
     """
 
-    short: int  # rounds that take minutes on two cores
-    paper: int  # rounds of the paper
-    has: Collection[str] = ()
+    rounds: int  # as many as take minutes on two cores
+    paper_rounds: int  # rounds of the paper
+    flags: Collection[str] = ()
     # With --paper, unless the command line sets them. None leaves the flag's default.
     dataset: str | None = None
     clients: int | None = None
@@ -160,13 +160,13 @@ def main(
     about: str,
     argv: Sequence[str],
     paper: str,
-    lengths: Mapping[str, Length],
+    options: Mapping[str, StudyOptions],
 ) -> None:
     """Runs the named study, writes NAME-DATASET.json and .png, and prints the numbers.
 
-    The names of the files also have --set, and the flags of `has` whose values are not the
+    The names of the files also have --set, and the flags of `StudyOptions` whose values are not the
     defaults. Prints `about` if no study is named. Numbers that the `paper` publishes of the same
-    figure are printed too. `lengths` has rounds by study; those under "" are for all other studies.
+    figure are printed too. `options` are by study; those under "" are for all other studies.
     """
     if len(argv) < 2:
         print(about.strip())
@@ -175,17 +175,17 @@ def main(
         raise UsageError(f"name one study; {argv[2]!r} is one word too many")
     if argv[1] not in studies:
         raise UsageError(f"there is no study {argv[1]!r}{suggestion(argv[1], studies)}")
-    length = lengths[argv[1] if argv[1] in lengths else ""]
-    flags_of_some = {"clients", "methods"}.union(*(spec.has for spec in lengths.values()))
-    for name in sorted(flags_of_some.difference(length.has)):
+    own_options = options[argv[1] if argv[1] in options else ""]
+    flags_of_some = {"clients", "methods"}.union(*(other.flags for other in options.values()))
+    for name in sorted(flags_of_some.difference(own_options.flags)):
         refuse_flag(name, argv[1])
-    flags.set_default(ROUNDS, scope(length.short, length.paper))
+    flags.set_default(ROUNDS, scope(own_options.rounds, own_options.paper_rounds))
     if PAPER.value:
-        values = (length.dataset, length.clients, length.seeds)
+        values = (own_options.dataset, own_options.clients, own_options.seeds)
         for flag, value in zip((DATASET, CLIENTS, SEEDS), values, strict=True):
             if value is not None:
                 flags.set_default(flag, value)
-    _refuse_changes(argv[1], length)
+    _refuse_changes(argv[1], own_options)
     out = Path(OUT.value)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -194,7 +194,7 @@ def main(
     numbers, figure = studies[argv[1]]()
     if stated := readable(paper, argv[1]):
         numbers["published"] = stated
-    own_flags = sorted(length.has)
+    own_flags = sorted(own_options.flags)
     stem = _file_name([argv[1], DATASET.value, *_changed_flags(*own_flags), *SET.value])
     facts = {
         "study": argv[1],
@@ -223,11 +223,11 @@ def _changed_flags(*names: str) -> Iterator[str]:
             yield f"{name}={'-'.join(flag.value) if isinstance(flag.value, list) else flag.value}"
 
 
-def _refuse_changes(study: str, length: Length) -> None:
+def _refuse_changes(study: str, own_options: StudyOptions) -> None:
     """Raises UsageError for a value of --set that the study cannot run with or would not show."""
     for change in SET.value:
         key = change.partition("=")[0]
-        if key in ("rounds", "dataset", "seeds", *length.has):
+        if key in ("rounds", "dataset", "seeds", *own_options.flags):
             raise UsageError(
                 f"--set={change} would not be in the names and labels of the results; give "
                 f"--{change}"
@@ -237,8 +237,8 @@ def _refuse_changes(study: str, length: Length) -> None:
                 f"--set={change} gives all {SEEDS.value} runs one seed; leave it out, or give "
                 "--seeds=1"
             )
-    own_settings = (*_OWN_SETTINGS, *length.own_settings)
-    setting_checks.refuse_own_settings(SET.value, own_settings, f"the study {study}")
+    own_settings = (*_OWN_SETTINGS, *own_options.own_settings)
+    setting_checks.refuse_own_settings(SET.value, own_settings, study)
 
 
 def as_tables(numbers: Mapping[str, Any]) -> list[Table]:
@@ -284,8 +284,8 @@ def _cell(value: Any) -> str:
 
 
 def launch(
-    studies: Mapping[str, Study], about: str | None, paper: str, lengths: Mapping[str, Length]
+    studies: Mapping[str, Study], about: str | None, paper: str, options: Mapping[str, StudyOptions]
 ) -> None:
     """Runs the command line of a paper's studies; `about` is their module's docstring."""
     prepare_devices()
-    run_script(lambda argv: main(studies, about or "", argv, paper, lengths), about)
+    run_script(lambda argv: main(studies, about or "", argv, paper, options), about)

@@ -32,7 +32,7 @@ from fedjax_pfl.core.algorithm import (
     State,
 )
 from fedjax_pfl.core.errors import require, require_at_least
-from fedjax_pfl.core.examples import take_to_train
+from fedjax_pfl.core.examples import take_repeating
 
 
 class Mixing(NamedTuple):
@@ -116,7 +116,7 @@ def fedala(
             """Returns W after a gradient step on batch s."""
             place = (s % per_pass) * size
             mask = place + jnp.arange(size) < examples
-            batch = take_to_train(data, jax.lax.dynamic_slice(rows, (place,), (size,)), mask)
+            batch = take_repeating(data, jax.lax.dynamic_slice(rows, (place,), (size,)), mask)
             _, grads = gradient(blend(weights), model_state, batch, jax.random.fold_in(keys[1], s))
             return jax.tree.map(
                 lambda w, g, a, b: jnp.clip(w - weight_rate * (a - b) * g, 0, 1),

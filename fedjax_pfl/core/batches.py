@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.core.examples import Batch, ClientData, Split, take_to_train
+from fedjax_pfl.core.examples import Batch, ClientData, Split, take_repeating
 
 PyTree = Any
 _ALWAYS_PADDED = 1024
@@ -70,7 +70,7 @@ def sample_batch(data: ClientData, split: Split, size: int, key: jax.Array) -> B
     """
     longest = split.rows.shape[0]
     positions, mask = sample_positions(key, longest, split.size, padded_size(size, longest))
-    return take_to_train(data, split.rows[positions], mask)
+    return take_repeating(data, split.rows[positions], mask)
 
 
 def sum_batches(
@@ -86,7 +86,7 @@ def sum_batches(
 
     def batch(s: Any) -> Batch:
         rows = jax.lax.dynamic_slice(padded_rows, (s * size,), (size,))
-        return take_to_train(data, rows, s * size + jnp.arange(size) < split.size)
+        return take_repeating(data, rows, s * size + jnp.arange(size) < split.size)
 
     def step(s: jax.Array, sums: PyTree) -> PyTree:
         return jax.tree.map(jnp.add, sums, f(batch(s)))

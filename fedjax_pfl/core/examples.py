@@ -99,7 +99,7 @@ def take(data: ClientData | FederatedData, rows: Array, mask: Array) -> Batch:
     return Batch(zero_padding(x), zero_padding(y), mask)
 
 
-def take_to_train(data: ClientData, rows: Array, mask: Array) -> Batch:
+def take_repeating(data: ClientData, rows: Array, mask: Array) -> Batch:
     """Gathers examples as `take` does; padding repeats the first real example, if there is one.
 
     For gradients and sums. A network or loss without a value or gradient at 0, such as x / ‖x‖,

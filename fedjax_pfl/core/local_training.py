@@ -21,7 +21,7 @@ from fedjax_pfl.core.example_noise import (
     noised_gradient,
     record_fit,
 )
-from fedjax_pfl.core.examples import Batch, ClientData, Split, take_to_train
+from fedjax_pfl.core.examples import Batch, ClientData, Split, take_repeating
 from fedjax_pfl.core.metrics import confusion_matrix
 from fedjax_pfl.core.task import Task
 
@@ -312,7 +312,7 @@ def fit(
     def step(s: jax.Array, carry: _FitCarry) -> _FitCarry:
         with jax.named_scope("batch"):  # names for profiles
             positions, mask = next_batch(s)
-            batch = take_to_train(data, split.rows[positions], mask)
+            batch = take_repeating(data, split.rows[positions], mask)
         noise = jax.random.fold_in(noise_key, s)
         (loss, non_params), grads = gradient(carry.params, carry.non_params, batch, noise)
         with jax.named_scope("optimizer"):

@@ -136,8 +136,8 @@ def compression(
 
     def has_errors(member: Algorithm) -> bool:
         """Returns True if clients store compression errors, False if none would be added."""
-        kept = member.kept_change
-        return feedback and not (isinstance(kept, float) and kept == 1)
+        share = member.kept_change
+        return feedback and not (isinstance(share, float) and share == 1)
 
     def wrap(member: Algorithm) -> Algorithm:
         def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
@@ -154,15 +154,15 @@ def compression(
                     adds_up = has_errors(member) and _adds_up(path)
                     change = leaf - old[i]
                     if adds_up:
-                        change += (1 - member.kept_change) * lost[i]
+                        change += jnp.asarray(1 - member.kept_change, leaf.dtype) * lost[i]
                     sent = encode(change, jax.random.fold_in(key, i), bits, top_k)
                     sent = jnp.maximum(sent, -old[i]) if is_variance(path) else sent
                     is_sent = jnp.asarray(up.get(trees.layer_name(path), 1)) > 0
                     new[i] = jnp.where(is_sent, old[i] + sent, leaf)
                     if adds_up:
                         # `new` includes the rounding of the sum, which is large in bfloat16.
-                        rounded = bits is None or bits >= _LEAST_CARRIED_BITS
-                        arrived = new[i] - old[i] if rounded else sparsify(change, top_k)
+                        adds_rounding = bits is None or bits >= _LEAST_CARRIED_BITS
+                        arrived = new[i] - old[i] if adds_rounding else sparsify(change, top_k)
                         lost[i] = jnp.where(is_sent, change - arrived, lost[i])
             new_lost = jax.tree.unflatten(structure, lost) if has_errors(member) else ()
             upload = jax.tree.unflatten(structure, new)

@@ -81,16 +81,15 @@ def _matching_paths(
     }
 
 
-def replace_layers(tree: PyTree, private: PyTree, others: PyTree = (), skip: int = 1) -> PyTree:
+def replace_layers(tree: PyTree, private: PyTree, others: PyTree = ()) -> PyTree:
     """Returns `tree` with the values of `private` in each of its models, stacked ones included.
 
     Args:
       tree: Any tree with models in it.
       private: Variables of the private layers of one client.
       others: Variables or shapes of the other layers.
-      skip: Entries at the start of a private path that need not match; 1: the collection.
     """
-    matches = _matching_paths(tree, private, others, skip)
+    matches = _matching_paths(tree, private, others)
     leaves = dict(tree_leaves_with_path(private))
 
     def replace(path: Path, leaf: jax.Array) -> jax.Array:
@@ -114,14 +113,16 @@ def _update_stored(stored: PyTree, old: PyTree, new: PyTree) -> PyTree:
     equal: dict[Path, jax.Array] = {}  # by model: whether all its private layers are the old ones
     for path, private_path in matches.items():
         place = path[: -len(private_path)]
-        is_old = jnp.all(leaves[path] == old_leaves[private_path])
+        leaf = leaves[path]
+        is_old = jnp.all(leaf == jnp.broadcast_to(old_leaves[private_path], leaf.shape))
         equal[place] = equal.get(place, True) & is_old
 
     def update(path: Path, leaf: jax.Array) -> jax.Array:
         if path not in matches:
             return leaf
         private_path = matches[path]
-        return jnp.where(equal[path[: -len(private_path)]], new_leaves[private_path], leaf)
+        new_leaf = jnp.broadcast_to(new_leaves[private_path], leaf.shape)
+        return jnp.where(equal[path[: -len(private_path)]], new_leaf, leaf)
 
     return tree_map_with_path(update, stored)
 

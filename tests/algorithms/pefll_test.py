@@ -135,6 +135,8 @@ def test_absent_clients_do_not_count():
     after_two = linear.receive(algorithm, state, [4, 4], [upload, upload], [True, True])
     chex.assert_trees_all_close(networks(after_one), networks(after_two), rtol=1e-6, atol=1e-7)
     assert not after_one.rows.descriptor[1].any()
+    # The mean model is that of the first client alone, which has sent a descriptor.
+    np.testing.assert_allclose(algorithm.observe(after_one)["spread"][0], 0.0, atol=1e-6)
 
 
 def test_the_gradient_is_clipped_over_both_networks():

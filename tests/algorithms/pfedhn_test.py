@@ -214,8 +214,9 @@ def test_fixed_embeddings_are_the_shares_of_classes():
     counts = np.array([[1, 0, 0], [2, 2, 0], [0, 0, 1], [1, 1, 1], [0, 3, 0], [0, 0, 4]])
     federation = tiny.federated()[1]._replace(class_counts=counts)
     algorithm = algorithms.pfedhn(tiny.Net(), cases.training(), federation, fixed=True, width=4)
-    v = algorithm.init(KEY).rows.v
-    np.testing.assert_allclose(v, counts / counts.sum(0), rtol=1e-6)
+    state = algorithm.init(KEY)
+    np.testing.assert_allclose(state.rows.v, counts / counts.sum(0), rtol=1e-6)
+    assert set(jax.eval_shape(algorithm.observe, state)) == {"class_shares", "spread"}
 
 
 def test_a_held_out_client_changes_no_fixed_embedding_of_others():

@@ -11,7 +11,7 @@ import pytest
 
 from fedjax_pfl.core import batches, local_training
 from fedjax_pfl.core.algorithm import ClientContext
-from fedjax_pfl.core.examples import ClientData, FederatedData, Split, client_data, take_to_train
+from fedjax_pfl.core.examples import ClientData, FederatedData, Split, client_data, take_repeating
 from fedjax_pfl.core.metrics import ACCURACY
 from fedjax_pfl.core.task import Task
 
@@ -312,7 +312,7 @@ def test_padding_without_a_gradient_leaves_the_gradient_finite():
 
     @jax.jit
     def slope(mask: jax.Array) -> Any:
-        batch = take_to_train(data, jnp.array([0, 1, 1]), mask)
+        batch = take_repeating(data, jnp.array([0, 1, 1]), mask)
         return batch, gradient(w, {}, batch, KEY)
 
     for padding in (2, 3):

@@ -308,13 +308,13 @@ def test_results_of_a_workload_with_an_unavailable_rival(monkeypatch, capsys, tm
 @pytest.fixture
 def steps(monkeypatch):
     """Records the rows and the mask of every gradient step that a compiled program takes."""
-    batches, take_to_train = [], local_training.take_to_train
+    batches, take_repeating = [], local_training.take_repeating
 
     def recording_take(data, rows, mask):
         jax.debug.callback(lambda *batch: batches.append(batch), rows, mask)
-        return take_to_train(data, rows, mask)
+        return take_repeating(data, rows, mask)
 
-    monkeypatch.setattr(local_training, "take_to_train", recording_take)
+    monkeypatch.setattr(local_training, "take_repeating", recording_take)
     return batches
 
 

@@ -28,7 +28,7 @@ def test_groups_with_other_labels_need_classes(monkeypatch):
     for name, value in {"DATASET": "diabetes", "DATA_DIR": None}.items():
         monkeypatch.setattr(fedmn, name, SimpleNamespace(value=value))
     assert message(fedmn.conflict) == (
-        "tables and studies show accuracy, which 'diabetes' has not: its targets are real numbers; "
+        "tables and studies show accuracy, and 'diabetes' has none: its targets are real numbers; "
         "choose a dataset with classes"
     )
 

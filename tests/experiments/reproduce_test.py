@@ -150,7 +150,7 @@ def test_settings_without_accuracy_are_refused(tmp_path, no_emnist):
         "leave this setting out"
     )
     line = message(page, FULL._replace(changes=["dataset=diabetes"]), tmp_path)
-    assert line.startswith("tables and studies show accuracy, which 'diabetes' has not: ")
+    assert line.startswith("tables and studies show accuracy, and 'diabetes' has none: ")
     for change in ("metrics=macro_f1, accuracy", "dataset=digits"):
         assert "not run" in page(FULL._replace(changes=[change]), tmp_path)
 

@@ -47,7 +47,7 @@ def run_study(parse, tmp_path):
     def run_study(system, name, *arguments, study=lambda: ({"x": 1.0}, None)):
         parse(f"--out={tmp_path}", *arguments)
         paper = system.__name__.split(".")[-2]
-        common.main({name: study}, "", ["x", name], paper, system.LENGTHS)
+        common.main({name: study}, "", ["x", name], paper, system.OPTIONS)
         (path,) = tmp_path.glob("*.json")
         facts = json.loads(path.read_text())
         path.unlink()
@@ -58,7 +58,7 @@ def run_study(parse, tmp_path):
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=lambda s: s.__name__)
 def test_without_a_name_all_studies_are_listed(system, capsys):
-    common.main(system.STUDIES, system.__doc__, ["x"], "pfedla", system.LENGTHS)
+    common.main(system.STUDIES, system.__doc__, ["x"], "pfedla", system.OPTIONS)
     text = capsys.readouterr().out
     for name in system.STUDIES:
         assert re.search(rf"^(\w+, )*{name}\b[\w, ]* \S", text, re.M), name
@@ -72,7 +72,7 @@ def test_without_a_name_all_studies_are_listed(system, capsys):
     ],
 )
 def test_wrong_names_of_studies_are_refused(arguments, expected):
-    line = message(common.main, pfedla.STUDIES, "", ["x", *arguments], "pfedla", pfedla.LENGTHS)
+    line = message(common.main, pfedla.STUDIES, "", ["x", *arguments], "pfedla", pfedla.OPTIONS)
     assert line == expected
 
 
@@ -181,12 +181,12 @@ def test_settings_that_a_study_chooses_are_refused(system, name, changes, run_st
 
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=lambda s: s.__name__)
-def test_every_study_has_a_length_and_chooses_settings_that_exist(system):
-    assert "" in system.LENGTHS or {*system.STUDIES} == {*system.LENGTHS}
-    assert {*system.LENGTHS} <= {*system.STUDIES, ""}
+def test_every_study_has_options_and_chooses_settings_that_exist(system):
+    assert "" in system.OPTIONS or {*system.STUDIES} == {*system.OPTIONS}
+    assert {*system.OPTIONS} <= {*system.STUDIES, ""}
     keys = [key for key, _ in flatten(configuration.default().to_dict())]
-    for length in system.LENGTHS.values():
-        for pattern in length.own_settings:
+    for options in system.OPTIONS.values():
+        for pattern in options.own_settings:
             assert fnmatch.filter(keys, pattern), pattern
 
 
@@ -194,7 +194,7 @@ def test_every_study_has_a_length_and_chooses_settings_that_exist(system):
     ("argument", "reason"),
     [
         ("--set=metrics=macro_f1", "which metrics=macro_f1 leaves out; "),
-        ("--dataset=diabetes", "which 'diabetes' has not: "),
+        ("--dataset=diabetes", "and 'diabetes' has none: "),
     ],
 )
 def test_runs_without_accuracy_are_refused(argument, reason, run_study, monkeypatch):
@@ -237,7 +237,7 @@ def test_paper_sets_data_clients_and_rounds(name, arguments, expected, tmp_path,
         return {"x": 1.0}, None
 
     studies = {name: factorized_fl.as_published(name, study)}
-    common.main(studies, "", ["x", name], "factorized_fl", factorized_fl.LENGTHS)
+    common.main(studies, "", ["x", name], "factorized_fl", factorized_fl.OPTIONS)
     assert calls == [expected]
 
 
@@ -260,15 +260,15 @@ def test_a_study_is_short_without_the_flag_paper(arguments, expected, tmp_path, 
         calls.append((*(flag.value for flag in settings), methods))
         return {"accuracy": 97.25}, None
 
-    length = common.Length(20, 50, ("methods",), "cifar10", 75, 3)
-    common.main({"study": study}, "", ["x", "study"], "pfedla", {"": length})
+    options = common.StudyOptions(20, 50, ("methods",), "cifar10", 75, 3)
+    common.main({"study": study}, "", ["x", "study"], "pfedla", {"": options})
     assert calls == [expected]
     assert "97.25" in capsys.readouterr().out
 
 
 def test_one_seed_for_several_runs_is_refused(tmp_path, parse, capsys):
-    length = common.Length(20, 50)
-    arguments = ({"study": lambda: ({"x": 1.0}, None)}, "", ["x", "study"], "pfedla", {"": length})
+    options = common.StudyOptions(20, 50)
+    arguments = ({"study": lambda: ({"x": 1.0}, None)}, "", ["x", "study"], "pfedla", {"": options})
     parse("--set=seed=7", f"--out={tmp_path}")
     common.main(*arguments)
     parse("--set=seed=7", "--seeds=3", f"--out={tmp_path / 'new'}")
@@ -291,7 +291,9 @@ def test_a_folder_that_cannot_be_made_is_told_before_training(tmp_path, parse):
     (tmp_path / "file").touch()
     parse(f"--out={tmp_path / 'file'}")
     study = {"study": lambda: pytest.fail("it trains")}
-    line = message(common.main, study, "", ["x", "study"], "pfedla", {"": common.Length(20, 50)})
+    line = message(
+        common.main, study, "", ["x", "study"], "pfedla", {"": common.StudyOptions(20, 50)}
+    )
     assert line == f"--out={tmp_path / 'file'} cannot be written (File exists)"
 
 

@@ -264,6 +264,8 @@ def test_init_restarts_the_error_and_continues_the_method():
     chex.assert_trees_all_equal(again, later)
     client, ctx = Client(jnp.int32(3), ()), ClientContext(0, (), 0, KEY)
     assert algorithm.personalize(State(state.server, (), ()), client, ctx) == 3
+    own_models = by_group((scripted()._replace(kept_change=1.0),) * 2)
+    assert compression(federation, data, bits=8)(own_models).init(KEY).clients[1].lost == ()
     pair = compression(federation, data, bits=8)(by_group((scripted(), scripted())))
     pair_state = pair.init(KEY)
     assert [len(pair_state.clients), len(pair.train), len(pair.traffic)] == [2, 2, 2]

@@ -324,16 +324,16 @@ _OWN_SETTINGS: dict[str, tuple[str, ...]] = {  # settings that each study varies
     ),
     "sparsity": ("factorized_fl.sparsity",),
 }
-_LENGTH = common.Length(20, 50, ("clients", "setting"))
-LENGTHS = {
-    name: _LENGTH._replace(
+_USUAL_OPTIONS = common.StudyOptions(20, 50, ("clients", "setting"))
+OPTIONS = {
+    name: _USUAL_OPTIONS._replace(
         own_settings=("partition", "permute_labels", "evaluate_after", *settings)
     )
     for name, settings in _OWN_SETTINGS.items()
 }
-LENGTHS["figure6"] = LENGTHS["figure6"]._replace(has=("clients", "methods", "setting"))
-LENGTHS["single"] = LENGTHS["single"]._replace(paper=20)
-LENGTHS["distance"] = common.Length(20, 50)
+OPTIONS["figure6"] = OPTIONS["figure6"]._replace(flags=("clients", "methods", "setting"))
+OPTIONS["single"] = OPTIONS["single"]._replace(paper_rounds=20)
+OPTIONS["distance"] = common.StudyOptions(20, 50)
 _FIGURES: dict[str, common.Study] = {
     "figure6": figure6,
     "similarity": similarity,

@@ -279,11 +279,11 @@ def gates() -> tuple[dict[str, Any], Figure]:
     return {"rounds": rounds, "entropy": entropy.tolist(), "active": share.tolist()}, figure
 
 
-_LENGTH = study.Length(60, 150, own_settings=("*.layout",))
+_USUAL_OPTIONS = study.StudyOptions(60, 150, own_settings=("*.layout",))
 _CLASSES = ("clients", "partition", "listed.*")
-LENGTHS = {
-    "": _LENGTH,
-    "figure2": study.Length(
+OPTIONS = {
+    "": _USUAL_OPTIONS,
+    "figure2": study.StudyOptions(
         20,
         20,
         ("blocks",),
@@ -296,8 +296,10 @@ LENGTHS = {
             "phases",
         ),
     ),
-    "grouping": _LENGTH._replace(own_settings=("*.layout", *_CLASSES)),
-    "conflict": _LENGTH._replace(has=("labels", "methods"), own_settings=("*.layout", *_CLASSES)),
+    "grouping": _USUAL_OPTIONS._replace(own_settings=("*.layout", *_CLASSES)),
+    "conflict": _USUAL_OPTIONS._replace(
+        flags=("labels", "methods"), own_settings=("*.layout", *_CLASSES)
+    ),
 }
 STUDIES: dict[str, study.Study] = {
     "figure2": figure2,

@@ -128,8 +128,8 @@ def _scatter(numbers: Mapping[str, Any]) -> Figure:
     return figure
 
 
-LENGTHS = {
-    "leakage": study.Length(30, 300, ("methods",), own_settings=("privacy*",)),
-    "epsilon": study.Length(30, 300, ("methods",), own_settings=OWN_SETTINGS),
+OPTIONS = {
+    "leakage": study.StudyOptions(30, 300, ("methods",), own_settings=("privacy*",)),
+    "epsilon": study.StudyOptions(30, 300, ("methods",), own_settings=OWN_SETTINGS),
 }
 STUDIES: dict[str, study.Study] = {"leakage": leakage, "epsilon": epsilon}

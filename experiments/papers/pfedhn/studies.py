@@ -316,11 +316,11 @@ def fixed() -> tuple[dict[str, Any], Figure]:
     return numbers, study.bars({name: {"best": row["best"]} for name, row in numbers.items()})
 
 
-_LENGTH = study.Length(60, 5000, ("clients",), "cifar10", 50, seeds=3)
-LENGTHS = {
-    "spectral": _LENGTH._replace(own_settings=("pfedhn.spectral_norm",)),
-    "novel": _LENGTH._replace(
-        has=("methods",),
+_USUAL_OPTIONS = study.StudyOptions(60, 5000, ("clients",), "cifar10", 50, seeds=3)
+OPTIONS = {
+    "spectral": _USUAL_OPTIONS._replace(own_settings=("pfedhn.spectral_norm",)),
+    "novel": _USUAL_OPTIONS._replace(
+        flags=("methods",),
         clients=None,
         own_settings=(
             "clients",
@@ -331,15 +331,17 @@ LENGTHS = {
             "evaluate_after",
         ),
     ),
-    "figure3": _LENGTH._replace(clients=10),
-    "figure4": _LENGTH._replace(
+    "figure3": _USUAL_OPTIONS._replace(clients=10),
+    "figure4": _USUAL_OPTIONS._replace(
         dataset="cifar100",
         clients=100,
         own_settings=("partition", "listed.*", "coarse.*", "pfedhn.fixed"),
     ),
-    "figure5": _LENGTH._replace(own_settings=("local_steps",)),
-    "figure6": _LENGTH._replace(own_settings=("pfedhn.embedding", "pfedhn.depth")),
-    "fixed": _LENGTH._replace(own_settings=("pfedhn.embedding", "pfedhn.fixed", "partition")),
+    "figure5": _USUAL_OPTIONS._replace(own_settings=("local_steps",)),
+    "figure6": _USUAL_OPTIONS._replace(own_settings=("pfedhn.embedding", "pfedhn.depth")),
+    "fixed": _USUAL_OPTIONS._replace(
+        own_settings=("pfedhn.embedding", "pfedhn.fixed", "partition")
+    ),
 }
 STUDIES: dict[str, study.Study] = {
     "spectral": spectral,

@@ -306,12 +306,12 @@ _OWN_SETTINGS: dict[str, tuple[str, ...]] = {  # settings that each study varies
         "lenet.batch_norm",
     ),
 }
-_LENGTH = study.Length(60, 600, dataset="cifar10")
-LENGTHS = {
-    name: _LENGTH._replace(own_settings=("clients", *settings))
+_USUAL_OPTIONS = study.StudyOptions(60, 600, dataset="cifar10")
+OPTIONS = {
+    name: _USUAL_OPTIONS._replace(own_settings=("clients", *settings))
     for name, settings in _OWN_SETTINGS.items()
 }
-LENGTHS["calibration"] = LENGTHS["calibration"]._replace(short=30, seeds=5)
+OPTIONS["calibration"] = OPTIONS["calibration"]._replace(rounds=30, seeds=5)
 STUDIES: dict[str, study.Study] = {
     "figure1": figure1,
     "figure5": figure5,
