@@ -71,6 +71,7 @@ def test_two_steps_by_hand_and_the_server():
         theta = theta - 0.1 * (np.array([theta[0] - 3, 0]) + 2 * (theta - [2, 0]))
     np.testing.assert_allclose(weights(result.variables), theta, rtol=1e-6)
     chex.assert_trees_all_equal(result.upload, result.client.variables)
+    assert algorithm.kept_change == 1  # the next training starts from the same model
     uploads = [result.upload] * 4
     new_state = linear.receive(
         algorithm, State((), rows(), ()), [1] * 4, uploads, [True, False, False, False]
