@@ -14,6 +14,8 @@ from fedjax_pfl.data import foreign_partitions
 from tests import documents, tiny
 from tests.algorithms.linear import softmax
 
+pytestmark = pytest.mark.slow("runs on imported data")
+
 CLIENTS, SIZES = 20, (3, 5)
 SHAPE = (3, 4, 4)  # channels first, as in PyTorch
 

@@ -23,6 +23,8 @@ from fedjax_pfl.core.examples import take
 from fedjax_pfl.testing import rules as contract
 from tests import cases, rules, tiny
 
+pytestmark = pytest.mark.slow("programs of methods with mistakes")
+
 
 def init(key: jax.Array, start: Any = None) -> State:
     n = tiny.CLIENTS

@@ -13,6 +13,8 @@ import fedjax_pfl as pfl
 from fedjax_pfl.core import offload, trees
 from tests import cases, tiny
 
+pytestmark = pytest.mark.slow("a program for each method")
+
 
 class Narrow(nn.Module):
     """Two dense layers with parameters in bfloat16."""

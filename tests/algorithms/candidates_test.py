@@ -6,12 +6,15 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fedjax_pfl.algorithms.pfedla import candidates
 from fedjax_pfl.algorithms.pfedla.candidates import CandidateTable
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import ClientContext, Cohort, Federation, State
 from tests import cases, tiny
+
+pytestmark = pytest.mark.slow("programs with and without candidates")
 
 KEY = jax.random.key(5)
 

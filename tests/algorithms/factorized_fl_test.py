@@ -58,6 +58,7 @@ def sent(algorithm: Any, state: State, key: Any = KEY) -> Any:
     ]
 
 
+@pytest.mark.slow("two programs")
 @pytest.mark.parametrize("pruned", ["travel", "evaluation"])
 def test_pruned_entries_are_not_counted_as_traffic(pruned):
     """Models are always pruned for evaluation, downloads and uploads only with `travel`."""
@@ -131,6 +132,7 @@ def test_the_papers_costs():
     assert round(20 * (49 * down + 50 * up) / 1e9, 3) == 0.263
 
 
+@pytest.mark.slow("two phases")
 def test_a_later_phase_continues_factors_and_resets_momentum():
     """BatchNorm statistics stay on the client."""
     algorithm = make(cases.training(keep_optimizer=True))
@@ -145,6 +147,7 @@ def test_a_later_phase_continues_factors_and_resets_momentum():
         jax.eval_shape(make(rank=2).init, KEY, state)
 
 
+@pytest.mark.slow("programs of a variant")
 @pytest.mark.parametrize("share", ["u", "all"])
 def test_weights_of_the_moved_variant_follow_changes_of_v(share):
     """ω is computed from cosines of d, the total change of v; σ_k is the best peer's."""

@@ -16,6 +16,8 @@ from fedjax_pfl.core.errors import UsageError
 from tests.algorithms import linear
 from tests.algorithms.linear import HEAD, A, X, Y, deep, kernels, train_client
 
+pytestmark = pytest.mark.slow("programs of a method beside the four systems")
+
 RATE, STEPS, PENALTY = 0.2, 3, 0.7
 PERSONAL = np.array([[0.2, 0.0, 0.1], [0.3, -0.1, 0.2]])
 RNG = np.random.default_rng(0)

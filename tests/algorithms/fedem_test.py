@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training, trees
@@ -15,6 +16,8 @@ from fedjax_pfl.simulation.rounds import make_rounds
 from tests import cases, tiny
 from tests.algorithms import linear
 from tests.algorithms.served import KEY, trained
+
+pytestmark = pytest.mark.slow("programs of a method beside the four systems")
 
 
 def test_a_round_equals_numpy():

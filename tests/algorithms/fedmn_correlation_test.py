@@ -15,6 +15,8 @@ from fedjax_pfl.core.algorithm import Algorithm, ClientContext
 from fedjax_pfl.core.examples import client_data
 from tests import cases, tiny
 
+pytestmark = pytest.mark.slow("many programs of a variant")
+
 KEY = jax.random.key(3)
 LAYOUT = (2, 3, 2)
 SIZE = 6

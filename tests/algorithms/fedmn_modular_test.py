@@ -12,6 +12,8 @@ from fedjax_pfl.algorithms.fedmn import router
 from fedjax_pfl.algorithms.fedmn.modular import Modular, mean
 from fedjax_pfl.networks import MLP, LeNet
 
+pytestmark = pytest.mark.slow("gradients of a large network")
+
 KEY = jax.random.key(3)
 LAYOUT = (2, 2, 2)
 

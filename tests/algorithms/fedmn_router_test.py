@@ -30,6 +30,7 @@ def test_number_of_paths():
     )
 
 
+@pytest.mark.slow("many draws")
 def test_gates_open_with_probability_pi_at_every_temperature():
     """Chi-square test over 11 gates with 20,000 samples; every τ opens the same gates.
 
@@ -159,6 +160,7 @@ def test_logits_depend_on_neither_batch_size_nor_padding(routed):
     np.testing.assert_allclose(again, z, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow("a program of its own")
 def test_the_gradient_uses_every_example(routed):
     """Compares it with the gradient of the mean over all examples in one batch."""
     network, variables, data = routed

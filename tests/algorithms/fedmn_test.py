@@ -97,6 +97,7 @@ def test_the_routers_step_is_the_sum_over_a_rounds_batches():
     chex.assert_trees_all_close(upload["params"], {**theta, **psi}, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow("a program of its own")
 def test_temperature_and_noise():
     """One key gives the same noise in every round; τ falls from 1 to 0.1 within the phase."""
     _, state, train = compiled("soft")
@@ -126,6 +127,7 @@ def test_network_and_router_have_the_learning_rate_of_the_round():
         )
 
 
+@pytest.mark.slow("a program of its own")
 def test_an_inactive_block_neither_changes_nor_is_sent():
     """Momentum from earlier rounds and weight decay would change it."""
     algorithm, data = make(cases.training()), tiny.federated()[0]
@@ -200,6 +202,7 @@ def test_evaluation_opens_gates_above_one_half():
     assert (np.asarray(jax.jit(algorithm.predict)(served, data.x[:4])) != 0).all()
 
 
+@pytest.mark.slow("a program of its own")
 def test_a_start_model_is_copied_to_every_encoder():
     algorithm, fresh, train = compiled("hard")
     federation = tiny.federated()[1]

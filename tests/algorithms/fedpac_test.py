@@ -14,6 +14,8 @@ from tests.algorithms.fedproto_test import HAS_PROTOTYPE, PAYLOAD, PENALTY, PROT
 from tests.algorithms.linear import HEAD, A, X, Y, deep, kernels, train_client
 from tests.core.simplex_test import by_supports
 
+pytestmark = pytest.mark.slow("programs of a method beside the four systems")
+
 NONE = Momentum((), ())
 
 

@@ -19,6 +19,8 @@ from fedjax_pfl.core.errors import UsageError
 from tests.algorithms import linear
 from tests.algorithms.linear import HEAD, A, X, Y, deep, kernels, train_client
 
+pytestmark = pytest.mark.slow("programs of a method beside the four systems")
+
 RATE, STEPS, M = 0.2, 3, 3
 HEADS = np.stack([HEAD, -HEAD, HEAD[:, ::-1]])
 CENTRE, RADIUS = np.array([0.6, 0.4, 0.0], np.float32), np.float32(0.3)

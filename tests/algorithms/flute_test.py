@@ -16,6 +16,8 @@ from fedjax_pfl.core.errors import UsageError
 from tests.algorithms import linear
 from tests.algorithms.linear import HEAD, A, X, Y, deep, kernels, train_client
 
+pytestmark = pytest.mark.slow("programs of a method beside the four systems")
+
 RATE, SERVER_RATE, HEAD_STEPS, STEPS = 0.2, 0.7, 2, 3
 WEIGHTS = {"collapse": 0.3, "head_decay": 0.02, "feature_decay": 0.05}
 PRESENT = np.array([1.0, 0.0, 1.0])

@@ -6,11 +6,14 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import State
 from tests.algorithms import linear
 from tests.algorithms.linear import HEAD, A, X, Y, train_client
+
+pytestmark = pytest.mark.slow("programs of a method beside the four systems")
 
 RATE, STEPS, PENALTY, DECAY = 0.2, 3, 0.7, 0.3
 SHARES = np.array([0.75, 0.0, 0.25])

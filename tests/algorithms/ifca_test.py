@@ -12,6 +12,8 @@ from tests.algorithms import limits_test, linear
 from tests.algorithms.limits_test import TRAINING, after_rounds, assert_equal
 from tests.algorithms.linear import KEY, context, make_classifier, weights
 
+pytestmark = pytest.mark.slow("programs of a method beside the four systems")
+
 RNG = np.random.default_rng(0)
 COUNTS = (3, 5, 2, 4)
 XS = [RNG.normal(size=(n, 2)) for n in COUNTS]

@@ -14,6 +14,8 @@ from fedjax_pfl.core.algorithm import State
 from tests.algorithms import linear
 from tests.algorithms.linear import HEAD, A, X, Y, deep
 
+pytestmark = pytest.mark.slow("programs of a method beside the four systems")
+
 QUERIES = np.array([[0.9, 0.4], [0.0, -0.2], [-2.0, 1.0], [0.1, 1.5]])
 NEIGHBOURS, WEIGHT, SCALE = 3, 0.3, 0.4
 

@@ -11,6 +11,8 @@ import pytest
 from fedjax_pfl.core import local_training
 from tests.algorithms.linear import KEY, make_classifier, run_rounds
 
+pytestmark = pytest.mark.slow("two programs for each limit")
+
 RNG = np.random.default_rng(0)
 XS, YS = RNG.normal(size=(4, 3, 2)), RNG.integers(0, 3, (4, 3))
 TRAINING = local_training.sgd(

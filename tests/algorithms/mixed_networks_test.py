@@ -17,6 +17,8 @@ from tests import cases, tiny
 from tests.algorithms import linear
 from tests.algorithms.linear import HEAD, KEY, A, X, Y, deep, kernels, softmax, train_client
 
+pytestmark = pytest.mark.slow("programs of two groups")
+
 RATE, STEPS = 0.2, 3  # of `linear.make_classifier`
 PROTOTYPES = np.array(
     [[[1.0, -1.0], [0.5, 2.0], [7.0, 7.0]], [[3.0, 0.5], [7.0, 7.0], [-1.0, 1.0]]]

@@ -18,6 +18,8 @@ from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.simulation.rounds import make_rounds
 from tests import tiny
 
+pytestmark = pytest.mark.slow("two programs for each method")
+
 KEY = jax.random.key(0)
 DATA, FEDERATION = tiny.federated()
 

@@ -15,6 +15,8 @@ from fedjax_pfl.core.errors import UsageError
 from tests.algorithms import linear
 from tests.algorithms.linear import HEAD, A, X, Y, deep, kernels, train_client
 
+pytestmark = pytest.mark.slow("programs of a method beside the four systems")
+
 RATE, STEPS, SERVER_RATE, DECAY = 0.2, 3, 0.01, 0.1
 SIZES = {"descriptor": 2, "embedding_width": 3, "embedding_depth": 1, "width": 4, "depth": 1}
 KEYS = {"body": "head_body_kernel", "head": "head_head_kernel"}

@@ -7,12 +7,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import State
 from tests.algorithms import linear
 from tests.algorithms.linear import A
+
+pytestmark = pytest.mark.slow("programs of a method beside the four systems")
 
 RNG = np.random.default_rng(11)
 Y = np.repeat([0, 1, 2], [7, 5, 2])

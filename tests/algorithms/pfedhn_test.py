@@ -133,6 +133,7 @@ def test_rounds_equal_numpy(name: str):
     assert np.asarray(log.up["fc1"]).ravel().tolist() == [4 * 8] * ROUNDS
 
 
+@pytest.mark.slow("two programs")
 def test_gradients_are_added_or_averaged():
     """The sum at rate η equals the mean over six clients at 6 η, without clipping and decay."""
     settings = {"weight_decay": 0.0, "clip_norm": 1e9, "spectral_norm": True}
@@ -154,6 +155,7 @@ def test_gradients_are_added_or_averaged():
     assert (server.spectral["layer1"]["vector"] != first).any()
 
 
+@pytest.mark.slow("programs of two networks")
 def test_networks_of_two_sizes_share_one_step():
     """Gradients, clipping and step of a linear hypernetwork of two networks, in NumPy."""
     federation = tiny.federated()[1]._replace(groups=np.array([0, 1, 0, 1, 0, 1]))

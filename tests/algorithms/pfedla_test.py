@@ -108,9 +108,12 @@ def numpy_mix(theta: Any, alpha: np.ndarray) -> Any:
     }
 
 
-@pytest.mark.parametrize(
-    ("normalise", "k"), [("softmax", 0), ("relu", 0), ("softmax", 1), ("softmax", 2)]
-)
+_SLOW = pytest.mark.slow("more programs of the same round")
+_SHARES = [("softmax", 1), ("relu", 0)]
+_MORE_SHARES = [pytest.param("softmax", k, marks=_SLOW) for k in (0, 2)]
+
+
+@pytest.mark.parametrize(("normalise", "k"), [*_SHARES, *_MORE_SHARES])
 def test_a_round_follows_equations_6_10_and_11(normalise: str, k: int):
     """One round against NumPy in float64; the Jacobian by finite differences.
 

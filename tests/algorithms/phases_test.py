@@ -16,6 +16,8 @@ from tests.algorithms.limits_test import XS, YS, after_rounds
 from tests.algorithms.linear import KEY, make_classifier
 from tests.settings.configuration_test import built
 
+pytestmark = pytest.mark.slow("two phases of many methods")
+
 
 def served(name, state, i):
     """Returns the parameters that client i is served."""

@@ -18,6 +18,8 @@ from fedjax_pfl.transforms.compression import compression
 from fedjax_pfl.transforms.privacy import local_privacy
 from fedjax_pfl.transforms.private_layers import private_layers
 
+pytestmark = pytest.mark.slow("searches for images in the uploads of many methods")
+
 RNG = np.random.default_rng(0)
 TRAINING = pfl.local_sgd(0.5, steps=1, batch_size=1)
 DATA = pfl.partition(

@@ -15,6 +15,8 @@ from fedjax_pfl.audit.server_view import server_view, uploaded_means
 from fedjax_pfl.core.trees import row
 from tests.audit.inversion_test import CTX, DATA, MLP, make_method, new_state
 
+pytestmark = pytest.mark.slow("attacks on trained models")
+
 
 def test_auc_is_the_mann_whitney_statistic():
     # Of six pairs, 1 and 2 lie below 3 and 5, and 4 lies below 5.

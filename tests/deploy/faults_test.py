@@ -19,6 +19,8 @@ from fedjax_pfl.runs import checkpoints
 from tests import cases, tiny
 from tests.deploy.loopback import loopback, respond
 
+pytestmark = pytest.mark.slow("a node and its programs for each fault")
+
 DATA, FEDERATION = tiny.federated(clients=4)
 METHOD = Method(cases.make("fedper", FEDERATION), FEDERATION, 7, evaluate_after=False)
 compiled = []

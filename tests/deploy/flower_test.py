@@ -23,6 +23,8 @@ from flwr.common.constant import ErrorCode
 from fedjax_pfl.deploy import flower, keys, trial
 from fedjax_pfl.deploy.flower import FlowerExchange
 
+pytestmark = pytest.mark.slow("processes of Flower")
+
 NODES = ("client-0", "client-1")
 
 

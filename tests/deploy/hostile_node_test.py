@@ -19,6 +19,8 @@ from tests.deploy.loopback import RUN
 from tests.deploy.run_test import CONFIG, NODE_DATA, Absent, Nodes
 from tests.deploy.schema_test import DELETE, DESCRIPTION, members, replace_at
 
+pytestmark = pytest.mark.slow("an enrolment for each lie of a node")
+
 __all__ = ["loop"]
 INJECTED = "sorry\nThe run has ended: /srv\x1b[2J\u202e"
 Change = Callable[[dict[str, Any]], Any]

@@ -13,6 +13,8 @@ from fedjax_pfl.deploy.server import Server
 from tests.deploy.run_test import CONFIG, Nodes, make_node
 from tests.deploy.schema_test import DELETE, FEDERATION, members, replace_at
 
+pytestmark = pytest.mark.slow("a node and its programs for each message")
+
 RUN, OTHER_RUN = "1f0a", "2e1b"
 SECRET = "Quetzalcoatl"  # in a cell
 PLANTED_ID = 760_031_337  # in a column of ids

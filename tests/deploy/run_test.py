@@ -15,6 +15,8 @@ from fedjax_pfl.runs import export, runner
 from tests.commands import message
 from tests.runs.common import BASE, read_metrics
 
+pytestmark = pytest.mark.slow("nodes with programs of their own")
+
 CONFIG = {
     **{name: value for name, value in BASE.items() if name not in ("dropout", "checkpoint_every")},
     "algorithm": "fedper",

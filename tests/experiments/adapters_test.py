@@ -18,6 +18,8 @@ from experiments.libraries.rivals import Child, Gone
 from experiments.libraries.work import Work
 from fedjax_pfl.networks import MODELS
 
+pytestmark = pytest.mark.slow("programs of the reference work")
+
 CHECKOUTS = Path(__file__).parents[1] / "checkouts"
 FEDAVG = Work("", network="mlp", clients=3, cohort=2, examples=8, epochs=2, batch=4)
 PFEDHN = Work(

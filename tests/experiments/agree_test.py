@@ -18,6 +18,8 @@ from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.examples import client_data
 from tests.commands import Flags, message
 
+pytestmark = pytest.mark.slow("programs of the reference work")
+
 # FedAvg in NumPy. `faster` multiplies the learning rate of the second client.
 STAND_IN = """
 import json, sys

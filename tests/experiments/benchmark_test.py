@@ -21,6 +21,8 @@ from fedjax_pfl.networks import MLP, DropoutCNN, LeNet, ResNet9
 from tests.commands import Flags, message
 from tests.experiments.turns_test import item
 
+pytestmark = pytest.mark.slow("programs of the workloads")
+
 NO_TORCH = "NOT TESTED: PyTorch is not installed, so the PyTorch loop cannot run"
 TINY = Work("MLP, tiny", network="mlp", clients=3, cohort=2, examples=8, epochs=2, batch=4)
 SLOW = pytest.mark.slow("the benchmark's programs")

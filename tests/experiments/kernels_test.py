@@ -6,6 +6,8 @@ from experiments import benchmark
 from experiments.libraries import device_list, kernels, work
 from fedjax_pfl.core.errors import UsageError
 
+pytestmark = pytest.mark.slow("profiles of programs")
+
 
 def test_time_is_summed_by_kernel_longest_first():
     profile = kernels.summary([("a", 1e9), ("b", 3e9), ("a", 1e9)], seconds=10.0)

@@ -8,6 +8,8 @@ import pytest
 from experiments.papers.pfedhn import studies as pfedhn
 from tests.commands import message
 
+pytestmark = pytest.mark.slow("runs of a study")
+
 
 @pytest.fixture
 def two_seeds(monkeypatch):

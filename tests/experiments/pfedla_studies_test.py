@@ -14,6 +14,8 @@ from fedjax_pfl.algorithms.pfedla.layer_mixing import layer_rows
 from fedjax_pfl.core.algorithm import ClientContext, State
 from tests import cases, tiny
 
+pytestmark = pytest.mark.slow("runs of a study")
+
 THETA = {
     "a": {"bias": jnp.array([[3.0], [0], [4]]), "kernel": jnp.array([[4.0], [5], [-3]])},
     "b": {"kernel": jnp.array([[1.0, 0], [1, 1], [0, 2]])},

@@ -13,6 +13,8 @@ from fedjax_pfl.settings import configuration
 from tests.commands import Flags
 from tests.report.comparison_test import write_run as write_comparison_run
 
+pytestmark = pytest.mark.slow("runs of a small table")
+
 NAME = "pfedla/table1"
 TABLE = {NAME: TABLES[NAME]._replace(variants=("ditto",))}
 HEAD = {"about": "ours", "cells": []}

@@ -15,6 +15,8 @@ from fedjax_pfl.settings import configuration
 from tests.commands import Flags, message
 from tests.report.comparison_test import write_run as write_comparison_run
 
+pytestmark = pytest.mark.slow("runs of a small table")
+
 FULL = Options("pfedla/table1", "full", ("local/cifar10-n10", "*avg/cifar10-n10"), 2, rounds=60)
 
 

@@ -8,6 +8,8 @@ from experiments.libraries import server_share
 from fedjax_pfl.simulation.rounds import make_rounds
 from tests import cases, tiny
 
+pytestmark = pytest.mark.slow("programs with and without a server")
+
 ROW = {
     "clients": 1000,
     "cohort": 100,

@@ -50,6 +50,7 @@ def close(actual, expected):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=3e-5 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.slow("two programs for each shape")
 @pytest.mark.parametrize("case", CASES)
 def test_lowerings_equal_xla(case):
     image, kernel, strides, padding = CASES[case]

@@ -17,7 +17,10 @@ from fedjax_pfl.networks import CNN, DropoutCNN, LeNet, SmallCNN
 from fedjax_pfl.networks.lowerings import fused
 from fedjax_pfl.networks.lowerings.conv import max_pool
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated"),
+    pytest.mark.slow("two programs for each network"),
+]
 INTERPRET = jax.default_backend() != "gpu"
 LAYOUT = ("NHWC", "HWIO", "NHWC")
 CASES = {  # images and kernels of one client

@@ -116,6 +116,7 @@ def test_images_too_small_for_the_poolings_are_refused(model, size):
         shapes(model, size, size, 1)
 
 
+@pytest.mark.slow("programs of several kernels")
 def test_convolutions_over_time_keep_the_length():
     """Kernels of ones sum 2 steps to 3, 6, 12 and 8, and 3 steps to 3, 7, 14 and 12."""
     x = jnp.array([1.0, 2.0, 4.0, 8.0]).reshape(1, 4, 1)
@@ -125,6 +126,7 @@ def test_convolutions_over_time_keep_the_length():
         np.testing.assert_allclose(model.apply(ones, x), [[mean_of_pooled + 2]], rtol=1e-6)
 
 
+@pytest.mark.slow("a network of many examples")
 def test_dropout_cnn_equals_lax():
     """Compares outputs with dropout rates of 0 and 1, and checks the initial weights."""
     model = DropoutCNN(kernels=(2, 3), hidden=4, dropout=(0.25, 0.5))
@@ -192,6 +194,7 @@ def step(model, variables, x, mask):
     return jax.grad(loss, has_aux=True)(variables["params"])
 
 
+@pytest.mark.slow("a gradient of every network")
 def test_padding_changes_nothing():
     model = LeNet(kernels=(2, 3), dense=(8,), kernel_size=3, batch_norm=True)
     x = jax.random.normal(jax.random.key(0), (6, 10, 10, 1))

@@ -144,6 +144,7 @@ PFLLIB = {"conv1.0": "conv1", "conv2.0": "conv2", "fc": "fc2", "fc1.0": "fc1"}
 FL_BENCH = {"base.conv1": "conv1", "base.conv2": "conv2", "base.fc1": "fc1", "classifier": "fc2"}
 
 
+@pytest.mark.slow("imports of two projects")
 @pytest.mark.parametrize("names", [PFLLIB, FL_BENCH])
 def test_names_of_other_projects(names, tmp_path):
     shape, theirs = (20, 24, 1), tmp_path / "theirs"
@@ -191,6 +192,7 @@ def test_layers_that_do_not_match_are_refused(tmp_path):
     assert_equal_bits(given, variables)
 
 
+@pytest.mark.slow("programs of two networks")
 def test_a_network_starts_with_given_variables(tmp_path):
     _, network, shape = CASES["lenet"]
     variables = random_variables(network, shape)
@@ -264,6 +266,7 @@ def own_net(layers, x):
     return y + layers.linear(flat, "first") + layers.linear(both, "both")
 
 
+@pytest.mark.slow("programs of two networks")
 @pytest.mark.parametrize("wrap", [lambda net: net, lambda net: LinenNetwork("Own", {}, net, SHAPE)])
 def test_layers_that_read_a_flattened_image_are_reordered(wrap):
     network = wrap(OwnNet())

@@ -17,6 +17,8 @@ from fedjax_pfl.networks.tracing import layers_in_order
 from fedjax_pfl.networks.user_defined import LinenNetwork, check_network, check_tokens
 from fedjax_pfl.networks.user_defined_nnx import NnxNetwork
 
+pytestmark = pytest.mark.slow("programs of many kinds of networks")
+
 KEY = jax.random.key(0)
 X = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
 

@@ -1,8 +1,11 @@
 """Tests of user functions that are called during a run."""
 
 import numpy as np
+import pytest
 
 import fedjax_pfl as pfl
+
+pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
 
 SETTINGS = {
     "dataset": "digits",

@@ -252,6 +252,7 @@ def test_only_the_last_phase_can_have_more_rounds():
         assert not only_adds_rounds(resolved(2, 3), resolved(first, last))
 
 
+@pytest.mark.slow("builds every method")
 def test_building_compiles_nothing(caplog):
     jax.clear_caches()  # or programs of other tests would be reused
     with jax.log_compiles(), caplog.at_level("WARNING"):

@@ -17,6 +17,8 @@ from tests.runs.common import (
 )
 from tests.settings.configuration_test import built
 
+pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
+
 SPEEDS = {"step_seconds": 2.0, "speed_spread": 1.0, "bandwidth": 100.0}
 TIMED = {**BASE, **SPEEDS, "deadline": 10.0}
 PARTIAL = {"step_seconds": 2.0, "speed_spread": 1.0, "deadline": 4.0, "late": "partial"}

@@ -12,11 +12,7 @@ from fedjax_pfl.simulation import summaries
 from fedjax_pfl.simulation.simulation import Simulation
 from tests import cases, rules
 
-QUICK = ("knn_per",)  # reads examples in a compiled loop
-NAMES = [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow("a program for each"))
-    for name in cases.NAMES
-]
+pytestmark = pytest.mark.slow("programs of many methods")
 
 
 def make(subject: rules.Subject, **settings) -> Simulation:
@@ -26,7 +22,7 @@ def make(subject: rules.Subject, **settings) -> Simulation:
     return Simulation(subject.algorithm, data, evaluate_after=False, **settings)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases.NAMES)
 def test_a_personal_model_has_the_scores_of_the_evaluation(name: str):
     subject, client = rules.subject(name), 1
     data, task = subject.world.data, subject.world.federation.task

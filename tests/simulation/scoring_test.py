@@ -25,6 +25,8 @@ from fedjax_pfl.simulation.streamed import StreamedProgram
 from fedjax_pfl.testing import rules as contract
 from tests import cases, tiny
 
+pytestmark = pytest.mark.slow("programs with and without blocks")
+
 N = 7
 SHARES = (1 + np.add.outer(np.arange(N), 2 * np.arange(N)) % 4) / 4  # dyadic, like all numbers
 ROWS = np.arange(N) - 2.0

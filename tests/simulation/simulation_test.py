@@ -168,6 +168,7 @@ def test_a_state_that_a_round_has_used_up_is_refused(store, method, data, tmp_pa
     loop.evaluate(new, 1)
 
 
+@pytest.mark.slow("a program for each store")
 @pytest.mark.parametrize("store", ["device", "host"])
 def test_a_used_up_state_without_server_arrays_is_refused(store, data):
     method = pfl.local(pfl.networks.MLP(outputs=10, hidden=()), pfl.local_sgd(), data.federation)
@@ -193,6 +194,7 @@ def test_rounds_of_two_states_may_alternate(method, data):
     np.testing.assert_allclose(losses["host"], losses["device"], rtol=1e-5)
 
 
+@pytest.mark.slow("two programs")
 def test_two_simulations_may_train_one_state(method, data):
     """A store that fetches the next cohort must see what the other simulation has written."""
     losses = {}
@@ -207,6 +209,7 @@ def test_two_simulations_may_train_one_state(method, data):
     np.testing.assert_allclose(losses["host"], losses["device"], rtol=1e-5)
 
 
+@pytest.mark.slow("two phases")
 def test_a_phase_in_another_store_starts_with_the_rows_of_the_last(data):
     training = pfl.local_sgd(learning_rate=0.05)
     network = pfl.networks.MLP(outputs=10, hidden=())
@@ -218,6 +221,7 @@ def test_a_phase_in_another_store_starts_with_the_rows_of_the_last(data):
     assert_equal(to_arrays(on_host.init(state)), state)
 
 
+@pytest.mark.slow("programs for each pair of stores")
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -242,11 +246,8 @@ def test_a_state_of_another_store_trains_on(first, second, method, data):
     chex.assert_trees_all_close(to_arrays(state), to_arrays(expected), rtol=1e-5, atol=1e-6)
 
 
-_SLOW = pytest.mark.slow("more programs")
-_DEVICES = [(1, 4), pytest.param(4, 1, marks=_SLOW), pytest.param(2, 4, marks=_SLOW)]
-
-
-@pytest.mark.parametrize(("first", "second"), _DEVICES)
+@pytest.mark.slow("programs for two numbers of devices")
+@pytest.mark.parametrize(("first", "second"), [(1, 4), (4, 1), (2, 4)])
 def test_a_spread_state_trains_on_with_other_devices(first, second, method, data):
     """Equals two rounds with the second number of devices, also from a copy in NumPy."""
     loops = [

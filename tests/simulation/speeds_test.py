@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fedjax_pfl import transforms
 from fedjax_pfl.core.algorithm import Algorithm, ClientResult, State
@@ -13,6 +14,8 @@ from fedjax_pfl.simulation.rounds import make_rounds
 from fedjax_pfl.simulation.speeds import Speeds
 from tests import cases, tiny
 from tests.simulation.rounds_test import KEY, counting, federation_of, no_data, scalar
+
+pytestmark = pytest.mark.slow("programs with and without late clients")
 
 # Download of 20 bytes and upload of 4 bytes. Seconds of a round without a download: 4/b + steps s.
 STEPS = np.array([3, 3, 3, 5])

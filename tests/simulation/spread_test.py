@@ -27,11 +27,12 @@ from fedjax_pfl.simulation.stores import copy_state, to_arrays
 from fedjax_pfl.testing import rules as contract
 from tests import cases, programs, rules, tiny
 
+pytestmark = pytest.mark.slow("programs for several numbers of devices")
+
 ROUNDS = 3
 # After three rounds the momentum of FedPAC's head, which trains on few examples behind BatchNorm,
 # differs by 1e-5; models differ by 6e-7.
 ROUNDS_OF = {"fedpac": 1}
-SLOW = pytest.mark.slow("two programs for each")
 
 
 def mixing(n: int, size: int) -> Algorithm:
@@ -118,8 +119,8 @@ def assert_spread(state: State, n: int, devices: int) -> None:
     ("name", "devices"),
     [
         ("toy", 8),
-        *(pytest.param(name, 8, marks=SLOW) for name in cases.NAMES),
-        *(pytest.param(name, 2, marks=SLOW) for name in cases.STRUCTURES),
+        *((name, 8) for name in cases.NAMES),
+        *((name, 2) for name in cases.STRUCTURES),
     ],
 )
 def test_spread_state_equals_replicated_state(name: str, devices: int):

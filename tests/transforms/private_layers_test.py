@@ -32,6 +32,7 @@ def with_private_head(name):
     return keep_head(cases.make(name, FEDERATION))
 
 
+@pytest.mark.slow("two programs")
 def test_fedavg_with_private_head_is_fedper():
     private, _ = after_rounds(with_private_head("fedavg"), 3)
     fedper_method = cases.make("fedper", FEDERATION)
@@ -186,12 +187,14 @@ def test_later_phase_keeps_private_heads_in_the_state_of_other_transforms():
     chex.assert_trees_all_equal(state.clients.own, own)
 
 
+@pytest.mark.slow("a program of its own")
 def test_fedfomo_stores_models_with_the_private_head():
     state, _ = after_rounds(with_private_head("fedfomo"), 2)
     own, start = state.clients.own["params"], state.clients.method.start["params"]
     chex.assert_trees_all_equal(start["fc2"], own["fc2"])
 
 
+@pytest.mark.slow("programs of several methods")
 def test_a_personal_model_keeps_the_head_that_it_trained():
     """Ditto stores the personal model v. The private head is that of the shared model."""
     algorithm = with_private_head("ditto")

@@ -218,6 +218,7 @@ def test_the_server_gets_the_aggregate_and_counts_what_was_used():
     np.testing.assert_array_equal(trust, [1, 0, 0, np.nan, 0, np.nan])
 
 
+@pytest.mark.slow("a program for each server")
 @pytest.mark.parametrize("rule", RULES)
 def test_models_in_bfloat16_are_aggregated_in_float32(rule: str):
     changes = np.float32([[1, 0, 0.5], [3, 1, -2], [0, 2, 1.5], [9, -8, 4], [2, 1, 1]])

@@ -66,6 +66,7 @@ def test_clients_in_turn_count_their_participations():
         assert value == pytest.approx(dp_accounting.get_epsilon_gaussian(multiplier, DELTA))
 
 
+@pytest.mark.slow("searches for noise")
 @pytest.mark.parametrize(
     "sampling", [ALL, Sampling(10, 1000), Sampling(3, 10, is_cyclic=True, bands=3)]
 )
