@@ -176,6 +176,7 @@ def test_every_recipe_is_tested():
     assert len(PAGE.split()) <= 1500
 
 
+@pytest.mark.slow("a command for each recipe")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_command_of_a_recipe_reads_its_files(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

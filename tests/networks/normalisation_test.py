@@ -41,8 +41,12 @@ def measure(apply):
     return jax.jit(everything)(PARAMS, X)
 
 
-@pytest.mark.parametrize("pool", [None, (2, 3)])
-@pytest.mark.parametrize(("train", "mask"), [(True, MASK), (True, None), (False, MASK)])
+_MODES = [(True, MASK), (True, None), (False, MASK)]
+_CASES = [(*mode, pool) for mode in _MODES for pool in (None, (2, 3))]
+_SLOW = [pytest.param(*case, marks=pytest.mark.slow("more modes")) for case in _CASES[1:]]
+
+
+@pytest.mark.parametrize(("train", "mask", "pool"), [_CASES[0], *_SLOW])
 def test_equals_flax(train, mask, pool):
     flax_layer = nn.BatchNorm(not train, momentum=0.9, use_fast_variance=False)
     flax_mask = None if mask is None else mask.reshape(-1, 1, 1, 1)

@@ -16,14 +16,11 @@ from fedjax_pfl.simulation.streamed import StreamedProgram
 from fedjax_pfl.testing import rules as contract
 from tests import cases, rules, tiny
 
+pytestmark = pytest.mark.slow("programs for every store")
+
 ROUNDS = 3
 TOLERANCES = {"rtol": 1e-5, "atol": 1e-5}
 DIFFERENT_PER_CLIENT = ("psi",)  # parts of the rows whose initial values differ between clients
-QUICK = ("fedper",)  # client-side heads and momentum; no offloaded rows
-NAMES = [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow("two programs for each"))
-    for name in cases.NAMES
-]
 
 
 @cache
@@ -43,7 +40,7 @@ def assert_close(a: Any, b: Any) -> None:
     chex.assert_trees_all_close(jax.device_get(a), jax.device_get(b), **TOLERANCES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases.NAMES)
 def test_every_store_gives_the_results_of_the_device(name: str, monkeypatch):
     monkeypatch.setattr(streamed, "_MIN_BLOCK", 1)  # evaluates in two blocks, five and one
     on_device, program = subject(name)

@@ -105,6 +105,7 @@ def test_min_max_does_not_depend_on_the_unit(unit: float):
     np.testing.assert_allclose(value / unit, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow("programs of every attack")
 def test_joint_attacks_replace_the_uploads_of_attackers_that_arrived():
     received = []
 

@@ -188,6 +188,7 @@ def _record() -> Any:
     return robust(FEDERATION, DATA, "krum")(toy()).init(jax.random.key(0)).server
 
 
+@pytest.mark.slow("builds every method")
 @pytest.mark.parametrize("name", cases.NAMES)
 def test_unsupported_methods_are_refused(name: str):
     transform = robust(FEDERATION, DATA, "median")

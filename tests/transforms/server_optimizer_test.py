@@ -167,6 +167,7 @@ SUPPORTED = {
 }
 
 
+@pytest.mark.slow("builds every method")
 @pytest.mark.parametrize("name", cases.NAMES)
 def test_unsupported_methods_are_refused(name: str):
     transform = server_optimizer(DATA, builtin("adam"))

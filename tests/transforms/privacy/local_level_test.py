@@ -98,6 +98,7 @@ REFUSED = {"fedgh", "fedmn", "fedmn_correlation", "fedpac", "fedproto", "fedtgp"
 REFUSED |= {"ifca", "local"}
 
 
+@pytest.mark.slow("builds every method")
 @pytest.mark.parametrize("name", cases.NAMES)
 def test_uploads_that_noise_does_not_cover_are_refused(name: str):
     transform = local_privacy(DATA, clip_norm=1.0, noise_multiplier=1.0)
