@@ -156,11 +156,14 @@ def read_results(out: str | None, about: dict[str, Any]) -> dict[str, Any]:
     """Returns the results in the file `out`, or `about` if there is no such file.
 
     `about` has the facts that all results share, and "methods" if they are verdicts by parameters.
-    Raises UsageError if the file has results of the other kind, or other facts.
+    Raises UsageError if the file is damaged, or has results of the other kind or other facts.
     """
     if out is None or not Path(out).is_file():
         return about
-    stored: dict[str, Any] = json.loads(Path(out).read_text())
+    try:
+        stored: dict[str, Any] = dict(json.loads(Path(out).read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{out} has no results ({error}); name another or delete it") from None
     if ("methods" in stored) != ("methods" in about):
         kind = "parameters" if "methods" in stored else "accuracies"
         raise UsageError(f"{out} has results by {kind}; name another")

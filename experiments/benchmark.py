@@ -222,8 +222,8 @@ def main(argv: Sequence[str]) -> None:
     if flag_values.list:
         print(listing())
         return
+    device_list.refuse_flags(flag_values)
     if flag_values.device == "gpu":
-        device_list.refuse_flags(flag_values)
         device_list.run_all(flag_values.out, flag_values.seconds)
         return
     names = select_workloads(flag_values.work)

@@ -44,7 +44,11 @@ ITEMS = {
 
 
 def refuse_flags(flag_values: Any) -> None:
-    """Raises UsageError if a flag was given that the items have their own values for."""
+    """Raises UsageError if a flag was given that has no effect: the items have own values."""
+    if flag_values.device is None:
+        if not flag_values["seconds"].using_default_value:
+            raise UsageError("--seconds has no effect without --device; leave it out")
+        return
     names = ["work", "repeats", "limit", "torch", "add", "picture", "note"]
     for name in [*names, *(key + end for key in rivals.RIVALS for end in ("", "_python"))]:
         if not flag_values[name].using_default_value:

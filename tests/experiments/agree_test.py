@@ -146,6 +146,9 @@ def test_results_of_earlier_calls_stay(call, tmp_path):
     )
     file.write_text(json.dumps({"rounds": 5, "commits": {"pfllib": "abc"}, "library": {}}))
     assert message(call, "moon") == f"{file} has results by accuracies; name another"
+    for damaged in ('{"commits": ', "[1]"):
+        file.write_text(damaged)
+        assert message(call, "moon").startswith(f"{file} has no results (")
 
 
 def test_seeds_need_rounds(call):

@@ -27,3 +27,9 @@ def test_flags_that_the_items_do_not_read_are_refused(given, name, monkeypatch):
     monkeypatch.setattr(device_list, "run_all", lambda *_: pytest.fail("it runs"))
     line = f"--{name} has no effect with --device; leave it out"
     assert message(benchmark.main, ["benchmark"]) == line
+
+
+def test_the_time_of_the_items_needs_a_device(monkeypatch):
+    monkeypatch.setattr(benchmark.flags, "FLAGS", Flags(device=None, list=False, seconds=1.0))
+    line = "--seconds has no effect without --device; leave it out"
+    assert message(benchmark.main, ["benchmark"]) == line
