@@ -20,6 +20,8 @@ from fedjax_pfl.networks.user_defined_nnx import NnxNetwork
 from fedjax_pfl.testing import rules as contract
 from tests import cases, rules, tiny
 
+pytestmark = pytest.mark.slow("programs for each pair of network and method")
+
 # E[x²] - E[x]² of few examples would cancel.
 NORM = {"momentum": 0.9, "use_fast_variance": False}
 
@@ -60,20 +62,16 @@ RULES = (
     contract.a_checkpoint_holds_the_whole_state,
     contract.absent_clients_are_untouched,
 )
-SLOW = {
+METHODS = {
     "linen": (
         *("fedavg", "fedper", "pfedla", "pfedhn", "factorized_fl"),
         *("fedbn", "fedproto", "fedpac", "fedas"),
     ),
-    "nnx": ("pfedhn", "fedper", "pfedla", "factorized_fl"),
+    "nnx": ("fedavg", "pfedhn", "fedper", "pfedla", "factorized_fl"),
     "lstm": ("fedavg", "fedper", "pfedla", "factorized_fl"),
     "transformer": ("fedavg", "pfedhn"),
 }
-LONG = pytest.mark.slow("programs for each pair of network and method")
-SUBJECTS = [
-    ("nnx", "fedavg"),
-    *(pytest.param(network, name, marks=LONG) for network in SLOW for name in SLOW[network]),
-]
+SUBJECTS = [(network, name) for network in METHODS for name in METHODS[network]]
 # With the case's rate of 0.1 the losses of generated networks rise in the first rounds.
 # With 0.01 those of the small networks fall from 33 to below 6 in 36 rounds. With 0.003 that of the
 # transformer falls slowly: from 48.2 to 47.4 in 36 rounds, and to 43.0 in 48.

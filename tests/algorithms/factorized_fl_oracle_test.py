@@ -126,13 +126,16 @@ def setting(f: int, **settings: Any) -> tuple[Any, Any, Any, State]:
     return algorithm, rounds_functions, data, state
 
 
+_SLOW = pytest.mark.slow("more programs of the same round")
+
+
 @pytest.mark.parametrize(
     ("f", "share", "penalty", "tau", "scale", "minimum"),
     [
-        (0, "u", False, 0.0, 1.0, 1),
-        (0, "all", True, 0.1, 3.0, 2),
         (3, "u", True, 0.95, 5.0, 3),
-        (3, "all", False, -1.0, 1.0, N),
+        pytest.param(0, "u", False, 0.0, 1.0, 1, marks=_SLOW),
+        pytest.param(0, "all", True, 0.1, 3.0, 2, marks=_SLOW),
+        pytest.param(3, "all", False, -1.0, 1.0, N, marks=_SLOW),
     ],
 )
 def test_a_round_equals_numpy(f, share, penalty, tau, scale, minimum):

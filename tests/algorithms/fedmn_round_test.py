@@ -87,7 +87,9 @@ def local_round(server: Any, x: np.ndarray, y: np.ndarray, noise: np.ndarray, ha
     return stepped, active, sigmoid(z)
 
 
-@pytest.mark.parametrize("gates", ["soft", "hard"])
+@pytest.mark.parametrize(
+    "gates", ["soft", pytest.param("hard", marks=pytest.mark.slow("the same round"))]
+)
 def test_a_round_equals_numpy(gates):
     data, federation = tiny.federated()
     training = local_training.sgd(learning_rate=RATE, batch_size=16, epochs=1)

@@ -110,6 +110,7 @@ def test_optax_optimizer_with_learning_rate():
     chex.assert_trees_all_close(params, loop(clipped, sums)[0], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow("a program for each optimiser")
 @pytest.mark.parametrize(
     "optimizer",
     [*map(by_name, ("adam", "adamw", "adagrad", "rmsprop")), optimizers.with_rate(optax.adam(1.0))],

@@ -27,6 +27,7 @@ def train(**changes):
     return lambda payload, client, ctx: BASE.train(payload, client, ctx)._replace(**changes)
 
 
+@pytest.mark.slow("traces the functions of many methods")
 def test_correct_methods_pass():
     check_shapes("mine", BASE, FEDERATION, DATA)
     check_shapes("mine", by_group((BASE, BASE)), FEDERATION, DATA)

@@ -175,6 +175,7 @@ HOSTILE = {  # counts of classes, and clients
 }
 
 
+@pytest.mark.slow("draws many partitions")
 @pytest.mark.parametrize("name", ["dirichlet", "dirichlet_classes", "clusters", "pachinko"])
 @pytest.mark.parametrize("case", HOSTILE)
 def test_partitions_by_dirichlet_end_with_a_valid_partition_or_one_line(name, case):

@@ -14,6 +14,8 @@ from fedjax_pfl.networks import LeNet
 from fedjax_pfl.networks.lowerings import conv
 from fedjax_pfl.networks.lowerings.conv import lowering, max_pool
 
+pytestmark = pytest.mark.slow("programs for each lowering")
+
 PRODUCTS = ("patches", "rows", "blocks", "winograd")
 LAYOUT = ("NHWC", "HWIO", "NHWC")
 CASES = {
@@ -50,7 +52,6 @@ def close(actual, expected):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=3e-5 * float(jnp.abs(b).max()))
 
 
-@pytest.mark.slow("two programs for each shape")
 @pytest.mark.parametrize("case", CASES)
 def test_lowerings_equal_xla(case):
     image, kernel, strides, padding = CASES[case]
@@ -65,7 +66,6 @@ def test_lowerings_equal_xla(case):
         close(result, expected)
 
 
-@pytest.mark.slow("a program for each lowering")
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_lowerings_with_a_kernel_per_client(name):
     """Clients are spread by vmap, by a loop and over devices."""
@@ -187,7 +187,6 @@ def test_unsupported_convolutions():
     assert grouped.shape == (1, 6, 6, 4)
 
 
-@pytest.mark.slow("a program for each lowering")
 @pytest.mark.parametrize("name", [*PRODUCTS, "xla"])
 def test_per_client_kernels_make_no_grouped_convolution(name):
     model = LeNet(kernels=(2, 4), dense=(8,), conv=name)

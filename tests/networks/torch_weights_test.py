@@ -119,7 +119,7 @@ def quick_and_slow(quick: set[str]) -> Any:
     )
 
 
-@quick_and_slow({"mlp", "lenet"})
+@quick_and_slow({"mlp"})
 def test_weights_give_the_outputs_of_pytorchs_layout_and_come_back_bit_for_bit(name, tmp_path):
     forward, network, shape = CASES[name]
     variables = random_variables(network, shape)
@@ -286,6 +286,7 @@ class Series(nn.Module):
         return nn.Dense(3, name="all")((x + nn.Dense(4, name="more")(x)).reshape(len(x), -1))
 
 
+@pytest.mark.slow("programs of two networks")
 def test_flattened_outputs_of_a_dense_layer_keep_their_order():
     """PyTorch's dense layers write the last axis too."""
     variables = random_variables(Series(), (5, 6))

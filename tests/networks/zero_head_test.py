@@ -21,6 +21,7 @@ Y = jnp.array([0, 1, 2, 1, 0, 2])
 SMALL = LeNet(outputs=3, kernels=(2, 3), dense=(6,), kernel_size=3, padding="SAME")
 
 
+@pytest.mark.slow("programs of several networks")
 def test_only_the_head_is_zero():
     net = ZeroHead(SMALL)
     variables, expected = net.init(KEY, X), SMALL.init(KEY, X)

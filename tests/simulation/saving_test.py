@@ -12,8 +12,12 @@ import fedjax_pfl as pfl
 from fedjax_pfl.simulation.stores import to_arrays
 from tests.commands import message
 
+_SLOW = [
+    pytest.param(store, marks=pytest.mark.slow("more stores")) for store in ("sharded", "host")
+]
 
-@pytest.mark.parametrize("store", ["device", "sharded", "host"])
+
+@pytest.mark.parametrize("store", ["device", *_SLOW])
 def test_a_restored_simulation_goes_on_bit_for_bit(store: str, tmp_path: Path):
     data = pfl.partition(pfl.datasets.digits(), "classes", clients=3, per_client=2, examples=20)
     method = pfl.fedper(pfl.networks.MLP(outputs=10), pfl.local_sgd(0.1, steps=1), data.federation)

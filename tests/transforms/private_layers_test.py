@@ -87,6 +87,7 @@ def test_methods_that_share_no_head_are_unchanged(name):
     assert keep_head(algorithm) is algorithm
 
 
+@pytest.mark.slow("builds many methods")
 @pytest.mark.parametrize("name", ["pfedhn", "fedem", "fedmn", "pefll", "fedgh", "pfedfda"])
 def test_refused_methods(name):
     """Methods without one shared model, and groups of networks."""

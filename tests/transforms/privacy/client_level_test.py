@@ -170,13 +170,8 @@ def rounds_of(algorithm: Algorithm, rounds: int = 3) -> Any:
     return jax.device_get(state)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "fedavg",
-        pytest.param("scaffold", marks=pytest.mark.slow("the same programs for another method")),
-    ],
-)
+@pytest.mark.slow("two runs of each method")
+@pytest.mark.parametrize("name", ["fedavg", "scaffold"])
 def test_without_clipping_and_noise_the_run_is_the_plain_one_bit_for_bit(name: str):
     plain = rounds_of(cases.make(name, EQUAL))
     chex.assert_trees_all_equal(rounds_of(private(cases.make(name, EQUAL))), plain)
