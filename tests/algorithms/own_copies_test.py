@@ -1,4 +1,4 @@
-"""Parameters that a client does not download stay as they are on the client, whatever is uploaded.
+"""Tests that no upload changes parameters that a client does not download.
 
 Privacy and compression change the server's copies only.
 """
@@ -59,7 +59,7 @@ def test_a_client_that_retains_all_layers_trains_alone(kind: str):
 
 
 def test_the_factors_of_alpha_stay_on_the_client():
-    """Without training, a client's v stays, while the server's copy gets noise."""
+    """Checks that a client's v stays without training, while the server's copy gets noise."""
     training = local_training.sgd(learning_rate=0.0, batch_size=4, epochs=1)
     method = algorithms.factorized_fl(tiny.Net(), training, FEDERATION, share="u", tau=2.0)
     noised = transforms.chain(method, changed_uploads("privacy"))
