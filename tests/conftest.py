@@ -2,7 +2,9 @@
 
 import gc
 import os
+import re
 import signal
+import zlib
 from pathlib import Path
 
 import jax
@@ -51,6 +53,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Longest first; most other files take less than ten CPU seconds each.
 LONG = (
+    "documents_commands_test",
     "contract_test",
     "planted_test",
     "notebooks_test",
@@ -66,7 +69,16 @@ LONG = (
     "network_contract_test",
     "fedmn_test",
 )
-UNGROUPED = ("notebooks_test",)  # tests that share no programs
+UNGROUPED = ("documents_commands_test", "notebooks_test")  # tests that share no programs
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--share",
+        default="1/1",
+        metavar="K/N",
+        help="leaves out all slow tests but the K-th of N shares; files stay together",
+    )
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -84,15 +96,33 @@ def mesh() -> jax.sharding.Mesh:
     return jax.make_mesh((8,), ("clients",), (jax.sharding.AxisType.Auto,))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def share(text: str) -> tuple[int, int]:
+    """Returns K and N of an option K/N."""
+    numbers = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
+    k, n = map(int, numbers.groups()) if numbers else (1, 0)
+    if k > n:
+        raise pytest.UsageError(
+            f"--share={text} is no share; give 1/3, 2/3 or 3/3 of the slow tests"
+        )
+    return k, n
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Groups tests that share programs, for several processes, and starts the longest first."""
+    k, n = share(config.getoption("share"))
+    kept, left_out = [], []
     for item in items:
         algorithm = getattr(item, "callspec", None) and item.callspec.params.get("name")
-        group = f"{item.path.stem}-{algorithm}" if item.path.stem == "contract_test" else item.path
+        file = item.nodeid.partition("::")[0]
+        group = f"{item.path.stem}-{algorithm}" if item.path.stem == "contract_test" else file
         if slow := item.get_closest_marker("slow"):
             assert slow.args, f"{item.nodeid} does not say why it is slow"
             group = item.nodeid if item.path.stem in UNGROUPED else group
-        item.add_marker(pytest.mark.xdist_group(str(group)))
+        item.add_marker(pytest.mark.xdist_group(group))
+        in_share = not slow or zlib.adler32(group.encode()) % n == k - 1
+        (kept if in_share else left_out).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 

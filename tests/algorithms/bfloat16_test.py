@@ -11,9 +11,8 @@ import pytest
 
 import fedjax_pfl as pfl
 from fedjax_pfl.core import offload, trees
+from fedjax_pfl.simulation.rounds import round_functions
 from tests import cases, tiny
-
-pytestmark = pytest.mark.slow("a program for each method")
 
 
 class Narrow(nn.Module):
@@ -30,34 +29,38 @@ class Narrow(nn.Module):
         return nn.Dense(self.outputs, name="fc2", **dtypes)(x)
 
 
-# Methods that mix models in different ways.
-QUICK = ("apfl", "factorized_fl", "fedavg", "fedfomo", "scaffold")
+DATA, FEDERATION = tiny.federated()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow("one method of many"))
-        for name in cases.NAMES
-        if name != "fedbn"  # needs BatchNorm
-    ],
-)
-def test_dtypes_of_a_round(name: str):
-    """A parameter is two bytes, also in an upload."""
-    data, federation = tiny.federated()
+def make(name: str) -> Any:
     training = pfl.local_sgd(0.1, steps=1, momentum=0.9, keep_optimizer=True)
     settings = cases.CASES[name].settings
+    return cases.FACTORIES[name](Narrow(), training, FEDERATION, **settings)
+
+
+@pytest.mark.slow("traces a round of each method")
+@pytest.mark.parametrize("name", [n for n in cases.NAMES if n != "fedbn"])  # it needs BatchNorm
+def test_a_round_keeps_the_dtypes_of_the_state(name: str):
     with jax.numpy_dtype_promotion("standard"):  # as for users; the tests are strict
-        method = cases.FACTORIES[name](Narrow(), training, federation, **settings)
-        examples = pfl.PartitionedData(data, federation)
-        simulation = pfl.Simulation(method, examples, evaluate_after=False)
-        state, log = simulation.run_round(simulation.init(), 0)
-        chex.assert_trees_all_equal_shapes_and_dtypes(state, simulation.init())
-    if name in ("fedavg", "apfl", "pfedla"):
-        sent = sum(log.bytes_up_by_layer[layer] for layer in ("fc1", "fc2"))
-        assert sent == federation.clients * 2 * (5 * 8 + 8 + 8 * 3 + 3)
+        rounds = round_functions(make(name), FEDERATION, cohort=FEDERATION.clients)
+        key, t = jax.random.key(0), jnp.int32(0)
+        state = jax.eval_shape(rounds.init, key)
+        new_state, _ = jax.eval_shape(rounds.run, key, state, DATA, t, t)
+    chex.assert_trees_all_equal_shapes_and_dtypes(new_state, state)
 
 
+@pytest.mark.slow("a program for each method")
+@pytest.mark.parametrize("name", ["apfl", "fedavg", "pfedla"])
+def test_a_parameter_is_two_bytes_of_an_upload(name: str):
+    with jax.numpy_dtype_promotion("standard"):
+        examples = pfl.PartitionedData(DATA, FEDERATION)
+        simulation = pfl.Simulation(make(name), examples, evaluate_after=False)
+        _, log = simulation.run_round(simulation.init(), 0)
+    sent = sum(log.bytes_up_by_layer[layer] for layer in ("fc1", "fc2"))
+    assert sent == FEDERATION.clients * 2 * (5 * 8 + 8 + 8 * 3 + 3)
+
+
+@pytest.mark.slow("programs of three means for each number of clients")
 @pytest.mark.parametrize("clients", [3, 7, 10])
 def test_a_mean_has_no_bias(clients: int):
     """Shares of 1/7 in bfloat16 would sum to 0.998, and every round would shrink the model.
