@@ -348,14 +348,6 @@ FACTORIES: dict[str, Callable[..., Algorithm]] = {
 NAMES = sorted(FACTORIES)
 # Seven methods of different structure, for properties that follow from the simulation.
 STRUCTURES = ("clustered_fl", "factorized_fl", "fedavg", "fedfomo", "fedmn", "pfedhn_pc", "pfedla")
-# Methods with rows on the server, which mix, send and store them in their own ways.
-WITH_ROWS = (
-    *("clustered_fl", "factorized_fl", "factorized_fl_moved", "fedamp", "fedcac", "fedfomo"),
-    *("fedpac", "floco", "flute", "ifca", "pefll", "pfedgraph", "pfedhn", "pfedhn_pc", "pfedla"),
-)
-# Properties of stores depend on a method only through its rows and its client-side state: all
-# methods with rows, and four without, which keep nothing, a model, control variates or no server.
-STORED = (*WITH_ROWS, "apfl", "fedavg", "local", "scaffold")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 

@@ -107,10 +107,15 @@ def share(text: str) -> tuple[int, int]:
     return k, n
 
 
+def is_in_share(group: str, k: int, n: int) -> bool:
+    """Returns True for a group of tests in the K-th of N shares, on every machine."""
+    return zlib.adler32(group.encode()) % n == k - 1
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Groups tests that share programs, for several processes, and starts the longest first."""
     k, n = share(config.getoption("share"))
-    kept, left_out = [], []
+    selected, left_out = [], []
     for item in items:
         algorithm = getattr(item, "callspec", None) and item.callspec.params.get("name")
         file = item.nodeid.partition("::")[0]
@@ -119,10 +124,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             assert slow.args, f"{item.nodeid} does not say why it is slow"
             group = item.nodeid if item.path.stem in UNGROUPED else group
         item.add_marker(pytest.mark.xdist_group(group))
-        in_share = not slow or zlib.adler32(group.encode()) % n == k - 1
-        (kept if in_share else left_out).append(item)
+        runs = not slow or is_in_share(group, k, n)
+        (selected if runs else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
-    items[:] = kept
+    items[:] = selected
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 

@@ -67,7 +67,7 @@ def sharded_rounds(subject: rules.Subject, mesh: jax.sharding.Mesh) -> CompiledR
     return make_rounds(subject.algorithm, TINY.federation, **OPTIONS, mesh=mesh)
 
 
-@methods(QUICK, cases.STORED, "follows from the simulation")
+@methods(QUICK, NAMES, "follows from the simulation")
 def test_a_round_on_eight_devices_equals_one_device(name: str, mesh: jax.sharding.Mesh):
     subject = make_subject(name)
     rounds = sharded_rounds(subject, mesh)
@@ -97,8 +97,10 @@ def test_init_and_scores_on_eight_devices_equal_one_device(name: str, mesh: jax.
     np.testing.assert_array_equal(scores.validation.examples, tiny.VALIDATION)
 
 
-def sweep_of(name: str) -> tuple[CompiledRounds, sweep.Points, dict[str, tuple[float, ...]]]:
-    """Returns a sweep of the seed and of all real-valued settings, its two points and settings."""
+@methods(QUICK, NAMES, "follows from the simulation")
+def test_a_point_of_a_sweep_equals_a_run(name: str):
+    """Sweeps the seed and all real-valued settings, and compares the second of two points."""
+    subject = make_subject(name)
     points = sweep.Points(jnp.stack([jax.random.key(8), make_key()]), jnp.arange(2))
 
     def functions(settings: Any) -> Any:
@@ -106,22 +108,7 @@ def sweep_of(name: str) -> tuple[CompiledRounds, sweep.Points, dict[str, tuple[f
         return round_functions(method, TINY.federation, **OPTIONS)
 
     real = {key: (value / 2, value) for key, value in cases.real(name).items()}
-    return sweep.make_rounds(functions, real, None, width=1), points, real
-
-
-@pytest.mark.slow("traces every method")
-@pytest.mark.parametrize("name", NAMES)
-def test_all_real_settings_can_be_swept(name: str):
-    rounds, points, _ = sweep_of(name)
-    state = jax.eval_shape(rounds.init, points)
-    new_state, _ = jax.eval_shape(rounds.run, points, state, TINY.data, np.int32(0), np.int32(1))
-    chex.assert_trees_all_equal_shapes_and_dtypes(new_state, state)
-
-
-@methods(QUICK, cases.STORED, "follows from the simulation")
-def test_a_point_of_a_sweep_equals_a_run(name: str):
-    """Compares the second of two points."""
-    subject, (rounds, points, real) = make_subject(name), sweep_of(name)
+    rounds = sweep.make_rounds(functions, real, None, width=1)
     t, n = np.int32(0), np.int32(1)
     states, _ = jax.device_get(rounds.run(points, rounds.init(points), TINY.data, t, n))
     chex.assert_trees_all_close(trees.row(states, 1), subject.run(1)[0], **TOLERANCES)

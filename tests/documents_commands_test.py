@@ -39,7 +39,7 @@ def reason_to_skip(name: str, arguments: list[str]) -> str:
         return "takes minutes to hours; tests of experiments run its functions"
     if name in OTHER_LIBRARIES:
         return "needs a checkout of another library"
-    if name in ("deploy", "tune") or "tuned.py" in line or "sweep=" in line:
+    if name in ("deploy", "tune") or "tuned.py" in line:
         return "its own tests run it"
     if re.search(FILES, line):
         return "needs files that the user has"
@@ -69,15 +69,19 @@ def shape(line: str) -> str:
 
 def lines_not_printed(page: str, printed: str) -> list[str]:
     """Returns lines of output on a page whose first word a command printed, in another shape."""
-    shapes, words = set(map(shape, printed.splitlines())), set(printed.split())
+    shapes, printed_words = set(map(shape, printed.splitlines())), set(printed.split())
     lines = [line for block in documents.blocks(page, "text") for line in block.splitlines()]
-    return [line for line in lines if line.split()[0] in words and shape(line) not in shapes]
+    return [
+        line for line in lines if line.split()[0] in printed_words and shape(line) not in shapes
+    ]
 
 
 def commands_of(page: str) -> list[tuple[str, list[str]]]:
     """Returns the commands of a page that are executed."""
-    found = documents.commands((documents.DOCS / page).read_text())
-    return [(name, arguments) for name, arguments in found if not reason_to_skip(name, arguments)]
+    all_commands = documents.commands((documents.DOCS / page).read_text())
+    return [
+        (name, arguments) for name, arguments in all_commands if not reason_to_skip(name, arguments)
+    ]
 
 
 def test_most_kinds_of_commands_are_executed():

@@ -57,9 +57,9 @@ def run_both(name, folder, dropout):
     return simulated, (state, deployed_ledger, deployment.evaluate(server_state, ROUNDS))
 
 
-CASES = [(name, 0.0) for name in cases.STORED]
+CASES = [(name, 0.0) for name in cases.NAMES]
 CASES += [(name, DROPOUT) for name in ("fedper", *cases.STRUCTURES)]
-SLOW = pytest.mark.slow("programs of many methods; FedPer, which has a private head, is quick")
+SLOW = pytest.mark.slow("all methods; FedPer, which has a private head, is quick")
 
 
 @pytest.mark.parametrize(

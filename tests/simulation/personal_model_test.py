@@ -22,7 +22,7 @@ def make(subject: rules.Subject, **settings) -> Simulation:
     return Simulation(subject.algorithm, data, evaluate_after=False, **settings)
 
 
-@pytest.mark.parametrize("name", [*cases.STRUCTURES, "apfl", "knn_per", "local", "per_fedavg"])
+@pytest.mark.parametrize("name", cases.NAMES)
 def test_a_personal_model_has_the_scores_of_the_evaluation(name: str):
     subject, client = rules.subject(name), 1
     data, task = subject.world.data, subject.world.federation.task

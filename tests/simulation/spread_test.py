@@ -119,8 +119,8 @@ def assert_spread(state: State, n: int, devices: int) -> None:
     ("name", "devices"),
     [
         ("toy", 8),
-        *((name, 8) for name in cases.STORED),
-        *((name, 2) for name in ("factorized_fl", "fedavg", "pfedla")),
+        *((name, 8) for name in cases.NAMES),
+        *((name, 2) for name in cases.STRUCTURES),
     ],
 )
 def test_spread_state_equals_replicated_state(name: str, devices: int):

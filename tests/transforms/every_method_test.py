@@ -1,4 +1,4 @@
-"""Rules of the contract for methods among attackers, and with a robust server."""
+"""Rules of the contract for every method among attackers, and with a robust server."""
 
 import numpy as np
 import pytest
@@ -11,8 +11,8 @@ DATA, FEDERATION = tiny.federated()
 IS_ATTACKER = np.isin(np.arange(tiny.CLIENTS), [1, 4])
 
 
-@pytest.mark.slow("rules of the contract around many methods")
-@pytest.mark.parametrize("name", cases.STRUCTURES)
+@pytest.mark.slow("rules of the contract around every method")
+@pytest.mark.parametrize("name", cases.NAMES)
 def test_methods_keep_the_rules_among_attackers(name: str):
     rules.check_transforms(
         name,
