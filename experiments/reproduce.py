@@ -114,7 +114,7 @@ def plans(table: Table, options: Options) -> list[Plan]:
             result.append(Plan(cell, published, config, "no data", message))
         else:
             if config.dataset != table_dataset:  # the tables' own datasets have classes
-                setting_checks.require_classes(config.dataset, options.data_dir)
+                setting_checks.require_classes_of(config)
             result.append(Plan(cell, published, config))
     return result
 

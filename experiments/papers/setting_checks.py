@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -33,16 +34,25 @@ def require_accuracy(config: ConfigDict) -> None:
         )
 
 
-def require_classes(dataset: str, data_dir: str | None) -> None:
-    """Raises UsageError if a dataset has real targets, which have no accuracy."""
-    if _task(dataset, data_dir) == "regression":
+def require_classes(dataset: str, data_dir: str | None, **settings: Any) -> None:
+    """Raises UsageError if a dataset has real targets, which have no accuracy.
+
+    `settings` are those of the dataset's source, as for `data.load`.
+    """
+    if _task(dataset, data_dir, **settings) == "regression":
         raise UsageError(
             f"tables and studies show accuracy, and {dataset!r} has none: its targets are real "
             "numbers; choose a dataset with classes"
         )
 
 
+def require_classes_of(config: ConfigDict) -> None:
+    """Raises UsageError if the dataset of a configuration has real targets."""
+    settings = config.get(data.source_name(config.dataset), ConfigDict()).to_dict()
+    require_classes(config.dataset, config.data_dir, **settings)
+
+
 @functools.cache
-def _task(dataset: str, data_dir: str | None) -> str:
+def _task(dataset: str, data_dir: str | None, **settings: Any) -> str:
     """Returns the task of a dataset's labels."""
-    return infer_task(data.load(dataset, data_dir).y_train)
+    return infer_task(data.load(dataset, data_dir, **settings).y_train)

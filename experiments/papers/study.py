@@ -82,7 +82,7 @@ def run(
     overrides.override(config, SET.value)
     setting_checks.require_accuracy(config)
     if "dataset" not in components:
-        setting_checks.require_classes(config.dataset, config.data_dir)
+        setting_checks.require_classes_of(config)
     path = _file_name([name, DATASET.value, f"r{ROUNDS.value}", *SET.value, f"s{seed}"])
     print(f"{path} ...", flush=True)
     return runner.run(config, Path(OUT.value) / path, **components)

@@ -157,6 +157,18 @@ def test_settings_without_accuracy_are_refused(tmp_path, no_emnist):
         assert "not run" in page(FULL._replace(changes=[change]), tmp_path)
 
 
+def test_the_labels_of_a_table_are_those_of_its_settings(tmp_path, no_emnist):
+    """The file has no column of the default's name, and one of its columns has no classes."""
+    path = tmp_path / "flats.csv"
+    path.write_text("rooms,price,kind\n1,0.5,a\n2,0.75,b\n3,1.25,a\n4,1.5,b\n")
+
+    def of_column(name):
+        return FULL._replace(changes=[f"dataset=csv:{path}", f"csv.label={name}"])
+
+    assert "not run" in page(of_column("kind"), tmp_path)
+    assert "has none: its targets are real numbers" in message(page, of_column("price"), tmp_path)
+
+
 @pytest.fixture
 def runs(monkeypatch):
     """Records runs; those of Local fail."""
