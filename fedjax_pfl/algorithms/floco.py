@@ -30,6 +30,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax.tree_util import tree_map_with_path
 
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared.initial_state import (
@@ -147,6 +149,34 @@ def make_projection(signals: jax.Array, has_signal: jax.Array, endpoints: int) -
     return Projection(mean, loadings, scales[jnp.argmin(jax.lax.map(energy, scales))])
 
 
+def by_endpoint(optimizer: optax.GradientTransformation, head: str) -> optax.GradientTransformation:
+    """Returns the optimiser for parameters in which the layer `head` has a leading axis [M].
+
+    It gets these arrays as tuples of M, so that a bias is a vector, which may not decay.
+    """
+
+    def unstack(tree: PyTree) -> PyTree:
+        return tree_map_with_path(
+            lambda path, leaf: tuple(leaf) if trees.layer_name(path) == head else leaf, tree
+        )
+
+    def stack(tree: PyTree) -> PyTree:
+        return jax.tree.map(
+            lambda leaf: jnp.stack(leaf) if isinstance(leaf, tuple) else leaf,
+            tree,
+            is_leaf=lambda node: isinstance(node, tuple),
+        )
+
+    def init(params: PyTree) -> PyTree:
+        return optimizer.init(unstack(params))
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        by_endpoint_updates, state = optimizer.update(unstack(updates), state, unstack(params))
+        return stack(by_endpoint_updates), state
+
+    return optax.GradientTransformation(init, update)
+
+
 DIAGNOSTICS = {
     "placed": Diagnostic(
         meaning="mean distance of the clients' centres from their mean in the L1 norm",
@@ -186,6 +216,7 @@ def floco(
     if not trees.split(model_shapes(model, federation), {model.head})[0]:
         raise UsageError(f"floco mixes heads, and this network has no layer {model.head!r}")
     base = fedavg(model, training, federation)
+    training = training._replace(base_optimizer=by_endpoint(training.base_optimizer, model.head))
     n = federation.clients
 
     def at(variables: PyTree, alpha: jax.Array) -> PyTree:

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.algorithms.floco import (
+    floco,
     make_projection,
     place,
     principal_components,
     riesz_energy,
     sample_point,
 )
-from fedjax_pfl.core import trees
+from fedjax_pfl.core import local_training, optimizers, trees
 from fedjax_pfl.core.algorithm import ClientContext, State
 from fedjax_pfl.core.errors import UsageError
 from tests.algorithms import linear
@@ -60,6 +61,21 @@ def test_one_round_by_hand():
     np.testing.assert_allclose(result.metrics["loss"], np.mean(losses), rtol=4e-7)
     served = np.tensordot(CENTRE, heads, 1)
     np.testing.assert_allclose(kernels(result.variables)[1], served, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("mask", "bias"), [(None, 0.5), (optimizers.matrices, 1.0)])
+def test_biases_of_endpoints_decay_only_if_vectors_do(mask, bias):
+    """The model has no loss, so a step only halves what decays."""
+    data, federation = linear.federated([np.zeros((2, 2))], [np.ones(2)])
+    optimizer = optimizers.sgd(0.0, 0.5, mask)
+    training = local_training.make_training(optimizer, learning_rate=1.0, batch_size=2, epochs=1)
+    algorithm = floco(linear.TwoLayers(), training, federation, endpoints=M)
+    state = algorithm.init(linear.KEY)
+    payload = algorithm.send(state._replace(clients=()), linear.context(data))
+    payload["params"]["fc2"] = {"kernel": jnp.ones((M, 2, 1)), "bias": jnp.ones((M, 1))}
+    trained = train_client(algorithm, payload, (), data).upload["params"]["fc2"]
+    np.testing.assert_allclose(trained["kernel"], 0.5, rtol=1e-6)
+    np.testing.assert_allclose(trained["bias"], bias, rtol=1e-6)
 
 
 def test_points_are_uniform_in_the_simplex_and_stay_in_the_region():
