@@ -275,6 +275,10 @@ def _rate(
     over_rounds = factor if config.schedule_over == "rounds" else None
 
     def round_rate(t: jax.Array) -> Any:
+        if over_rounds or len(drops):
+            # The last evaluation, in round t = end, fine-tunes at the rate of the last round,
+            # because a schedule may end at 0.
+            t = jnp.minimum(t, inputs.begin + config.rounds - 1)
         dropped = rate * 0.1 ** jnp.sum(t >= drops).astype(jnp.float32)
         return over_rounds(t - inputs.begin, config.rounds) * dropped if over_rounds else dropped
 

@@ -93,7 +93,10 @@ def test_names_of_optimizers_depend_on_their_settings():
 
 
 def test_a_schedule_over_rounds_or_steps():
-    """Decays linearly from 1 to 0.2 in four rounds, or in the steps of every round."""
+    """Decays linearly from 1 to 0.2 in four rounds, or in the steps of every round.
+
+    The evaluation after the last round, 3, fine-tunes at the rate of that round.
+    """
     trainings = []
 
     def recording(model, training, federation):
@@ -109,11 +112,12 @@ def test_a_schedule_over_rounds_or_steps():
         return trainings[-1], build.fixed_length_reason(built)
 
     training, reason = build_with()
-    np.testing.assert_allclose([training.rate(t) for t in (0, 1, 4)], [0.1, 0.08, 0.02], rtol=1e-6)
+    rates = [0.1, 0.08, 0.04, 0.04]
+    np.testing.assert_allclose([training.rate(t) for t in (0, 1, 3, 4)], rates, rtol=1e-6)
     assert training.step_schedule is None
     assert reason == "learning_rate_schedule is over all rounds"
     training, _ = build_with(phases=({"rounds": 2}, {}))  # the last phase begins in round 2
-    np.testing.assert_allclose([training.rate(t) for t in (2, 3, 6)], [0.1, 0.08, 0.02], rtol=1e-6)
+    np.testing.assert_allclose([training.rate(t) for t in (2, 3, 5, 6)], rates, rtol=1e-6)
     training, reason = build_with(schedule_over="steps")
     np.testing.assert_allclose([training.rate(t) for t in (0, 3)], [0.1, 0.1], rtol=1e-6)
     np.testing.assert_allclose(training.step_schedule(5, 10), 0.6, rtol=1e-6)
