@@ -215,7 +215,7 @@ KEEP_HEAD = Selectable(
     {
         "keep_head": Setting(
             False,
-            "Keep the last layer on each client, whatever the method.",
+            "Keep the last layer on each client, with methods that share one model.",
             roles={"per_phase", "tunable"},
         )
     },
