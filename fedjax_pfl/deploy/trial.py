@@ -73,9 +73,8 @@ def run(
         with _Processes(folder, home, lock) as processes:
             processes.start(
                 "superlink",
-                *("flower-superlink", *tls, "--enable-supernode-auth", "--host", "127.0.0.1"),
+                *(sys.executable, "-m", "fedjax_pfl.deploy.superlink", *tls),
                 *("--port", ports[0], "--database", folder / "superlink.db"),
-                "--disable-runtime-dependency-installation",
             )
             processes.wait_for_port(ports[0], "superlink")
             for i in range(nodes):
