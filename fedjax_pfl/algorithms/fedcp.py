@@ -224,7 +224,11 @@ def fedcp(
         return {**state.server, "personal_head": client.head}
 
     return base._replace(
-        init=init, train=train, personalize=personalize, predict=TwoHeads(model).apply
+        init=init,
+        train=train,
+        personalize=personalize,
+        predict=TwoHeads(model).apply,
+        kept_change={model.head: 1.0},  # the personal head, half of the upload, never restarts
     )
 
 

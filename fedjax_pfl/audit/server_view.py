@@ -50,6 +50,9 @@ def server_view(
 ) -> ServerView:
     """Returns the parts of a network that are in a download and in an upload.
 
+    An uploaded array that was not downloaded counts only under its path in the network: the change
+    that PeFLL uploads is no model.
+
     Args:
       member: The algorithm of the client's group.
       payload: The download.
@@ -57,7 +60,8 @@ def server_view(
       variables: Variables of the network; only paths and shapes matter.
     """
     change = by_path(trees.change(payload, upload))
-    sent = {path: change[path] for path in sent_paths(member, payload, upload)}
+    known = by_path(payload).keys() | by_path(variables).keys()
+    sent = {path: change[path] for path in sent_paths(member, payload, upload) if path in known}
     return ServerView(start=_find(by_path(payload), variables), change=_find(sent, variables))
 
 

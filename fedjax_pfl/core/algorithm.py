@@ -232,14 +232,15 @@ class Algorithm(NamedTuple):
     observe      (state) -> {name: array}. Arrays that a run records at every evaluation.
     offload      names of the parts of `rows` that may be stored off the device; see `core.offload`.
     kept_change  share of a client's change that its own next start contains, sent or not: 0 if
-                 clients start from the download, 1 if they train on from their own model.
+                 clients start from the download, 1 if they train on from their own model. A mapping
+                 has the shares by layer, 0 for others.
 
     In `send`, `receive` and `personalize` the state has no clients, (): a server cannot read
     client-side state. `ctx.data` is None in `send` for the same reason.
 
-    With several architectures, `send`, `train`, `personalize`, `predict` and `traffic` are tuples
-    with one function per group, `State.clients` is a tuple of trees with a row for all N clients
-    each, and `receive` gets a tuple of cohorts.
+    With several architectures, `send`, `train`, `personalize`, `predict`, `traffic` and
+    `kept_change` are tuples with one entry per group, `State.clients` is a tuple of trees with a
+    row for all N clients each, and `receive` gets a tuple of cohorts.
     """
 
     init: Callable[..., State]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Cohort, PyTree, State
 
-_PER_GROUP = ("send", "train", "personalize", "predict", "traffic")
+_PER_GROUP = ("send", "train", "personalize", "predict", "traffic", "kept_change")
 
 
 def has_groups(algorithm: Algorithm) -> bool:
@@ -148,7 +148,7 @@ def by_group(algorithms: tuple[Algorithm, ...]) -> Algorithm:
         predict=tuple(a.predict for a in algorithms),
         traffic=tuple(a.traffic for a in algorithms),
         observe=observe,
-        kept_change=algorithms[0].kept_change,  # all groups have the same method and settings
+        kept_change=tuple(a.kept_change for a in algorithms),
     )
 
 

@@ -9,9 +9,10 @@ arrays whose changes add up over rounds: those of a model (params, batch_stats),
 first name ends with change or gradient. Other arrays, such as means of classes, are computed anew
 in each round, where an added error would only falsify the next value. Where a client trains on from
 its own model, the share `Algorithm.kept_change` of the error is in its next change anyway and is
-not added. The error of rounding to 2 bits is never added: it can be larger than the change, and
-would grow. A layer without upload traffic in a round, such as a block that the client does not
-hold, keeps its error. A later phase starts without errors.
+not added. FedFomo's clients start from a mixture of such a model and the server's copy, whose share
+varies; they add nothing. The error of rounding to 2 bits is never added: it can be larger than the
+change, and would grow. A layer without upload traffic in a round, such as a block that the client
+does not hold, keeps its error. A later phase starts without errors.
 With FedALA a part of the error of the last layers, which depends on the learned weights, is in the
 next change too, and is added all the same.
 Variances of BatchNorm are not sent below 0: their compressed change is at least −(downloaded
@@ -19,7 +20,7 @@ variance).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -136,8 +137,7 @@ def compression(
 
     def has_errors(member: Algorithm) -> bool:
         """Returns True if clients store compression errors, False if none would be added."""
-        share = member.kept_change
-        return feedback and not (isinstance(share, float) and share == 1)
+        return feedback and not _is_one(member.kept_change)
 
     def wrap(member: Algorithm) -> Algorithm:
         def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
@@ -151,10 +151,11 @@ def compression(
             up = member.traffic(payload, result.upload).up
             for i, (path, leaf) in enumerate(paths):
                 if not _is_exact(leaf):
-                    adds_up = has_errors(member) and _adds_up(path)
+                    kept = _of_layer(member.kept_change, path)
+                    adds_up = has_errors(member) and _adds_up(path) and not _is_one(kept)
                     change = leaf - old[i]
                     if adds_up:
-                        change += jnp.asarray(1 - member.kept_change, leaf.dtype) * lost[i]
+                        change += jnp.asarray(1 - kept, leaf.dtype) * lost[i]
                     sent = encode(change, jax.random.fold_in(key, i), bits, top_k)
                     sent = jnp.maximum(sent, -old[i]) if is_variance(path) else sent
                     is_sent = jnp.asarray(up.get(trees.layer_name(path), 1)) > 0
@@ -199,6 +200,18 @@ def _adds_up(path: tuple[Any, ...]) -> bool:
     names = [str(getattr(entry, "key", getattr(entry, "name", ""))) for entry in path]
     in_model = "params" in names or "batch_stats" in names
     return in_model or (bool(names) and names[0].endswith(("change", "gradient")))
+
+
+def _of_layer(kept_change: Any, path: tuple[Any, ...]) -> Any:
+    """Returns the share `Algorithm.kept_change` of an array of an upload."""
+    if isinstance(kept_change, Mapping):
+        return kept_change.get(trees.layer_name(path), 0.0)
+    return kept_change
+
+
+def _is_one(share: Any) -> bool:
+    """Returns True if a share is 1 in all runs of a program; a swept share is not."""
+    return isinstance(share, float) and share == 1
 
 
 def _is_exact(leaf: Any) -> bool:

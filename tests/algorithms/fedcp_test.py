@@ -76,6 +76,7 @@ def test_one_round_by_hand():
         model = jax.tree.map(lambda value, slope: value - RATE * slope, model, slopes)
     payload, client = server(POLICY), client_head()
     result = train_client(algorithm, payload, client, data)
+    assert algorithm.kept_change == {"head": 1.0}  # half of the uploaded head is the client's own
     expected = server(model["policy"])
     expected["params"].update(deep(model["a"], (HEAD + model["personal"]) / 2)["params"])
     chex.assert_trees_all_close(result.upload, expected, rtol=1e-6, atol=1e-7)

@@ -66,6 +66,7 @@ def oracle(previous, models, x, y):
 )
 def test_mixture_and_local_training_equal_numpy(start, models, positive):
     algorithm, data = setting(validation=3, reference="last" if start is None else "start")
+    assert algorithm.kept_change == 1  # the next start may be the own model in full
     models = np.array(models)
     previous = models[0] if start is None else np.array(start)
     payload = {**variables(models[0]), "peers": stacked(models[1:]), "ids": jnp.arange(3)}

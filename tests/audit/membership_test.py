@@ -79,6 +79,7 @@ def test_features_without_knowledge_are_at_chance():
         ("fedtgp", False, True),
         ("fedgh", False, True),
         ("local", False, False),
+        ("pefll", False, False),
     ],
 )
 def test_a_server_has_features_only_with_the_uploaded_body(name, has_body, has_means):

@@ -251,6 +251,31 @@ def test_values_that_are_computed_anew_are_sent_as_they_are():
     assert np.abs(sums["means"] - 8 * X).max() > 7
 
 
+def test_the_error_of_a_layer_that_stays_on_the_client_is_not_added():
+    """An upload, the mean of the server's head and the client's, has one of ten values changed."""
+    data, federation = tiny.federated()
+    own = jnp.linspace(1.0, 2.0, 20)
+
+    def train(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
+        new = jax.tree.map(lambda head: (head + own) / 2, payload)
+        return ClientResult(new, new, client, {"loss": jnp.zeros(())})
+
+    def distance(kept_change: Any) -> float:
+        server = {"params": {"head": {"w": jnp.zeros(20)}}}
+        state = State(server, (), jnp.arange(6))
+        parts = {"init": lambda key, start=None: state, "train": train}
+        method = scripted()._replace(kept_change=kept_change, **parts)
+        algorithm = compression(federation, data, top_k=0.1)(method)
+        client = jax.tree.map(lambda leaf: leaf[0], algorithm.init(KEY).clients)
+        step, ctx = jax.jit(algorithm.train), ClientContext(0, (), jnp.int32(0), KEY)
+        for _ in range(60):
+            server, _, client, _ = step(server, client, ctx)
+        return float(jnp.abs(server["params"]["head"]["w"] - own).max())
+
+    assert distance({"head": 1.0}) < 0.1
+    assert distance({"body": 1.0}) > 10
+
+
 def test_init_restarts_the_error_and_continues_the_method():
     data, federation = tiny.federated()
     algorithm = compression(federation, data, bits=8)(scripted())
