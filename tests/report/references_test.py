@@ -87,6 +87,16 @@ def test_a_run_without_the_metric_is_no_reference(tmp_path):
     references.check_metric("macro_f1", [run_reader.read(path)])
 
 
+def test_a_run_with_transforms_is_no_reference(tmp_path):
+    """FedPer would be compared with FedAvg of two bits, and FedAvg would not be trained."""
+    run = read_run(tmp_path, "run", [0.5] * 4, algorithm="fedper", keep_head=False)
+    coarse = read_run(tmp_path, "coarse", [0.2] * 4, upload_bits=2)
+    assert references.find(run) == {}
+    plain = read_run(tmp_path, "plain", [0.6] * 4)
+    assert references.find(run) == {"FedAvg": plain}
+    assert references.same_work(run, [coarse]) == {"FedAvg": coarse}  # the user names it
+
+
 def test_named_runs_of_one_method_have_labels_of_their_own(tmp_path):
     run = read_run(tmp_path, "run", [0.5] * 4, algorithm="fedper")
     slow, fast = (
