@@ -63,7 +63,7 @@ def read_settings(options: flags.FlagValues, arguments: Sequence[str]) -> Config
         if group not in settings:
             settings[group] = ConfigDict()
         settings[group][name] = _value(value)
-    replace_length(settings, arguments)
+    replace_alternatives(settings, arguments)
     if options.data_dir is not None:
         settings.data_dir = options.data_dir
     return settings
@@ -181,14 +181,19 @@ def flag_values(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield flag.lstrip("-"), value
 
 
-def replace_length(settings: ConfigDict, arguments: Sequence[str]) -> None:
+def replace_alternatives(settings: ConfigDict, arguments: Sequence[str]) -> None:
     """Sets `local_epochs` of `settings` to None if `arguments` set only `local_steps`.
 
-    If they set only `local_epochs`, `local_steps` becomes None.
+    If they set only `local_epochs`, `local_steps` becomes None, and `validation_examples` if they
+    set only `validation_fraction`.
     """
     changed = {flag.removeprefix("config.") for flag, _ in flag_values(arguments)}
-    for unit, replaced in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):
-        if unit in changed and replaced not in changed:
+    for name, replaced in (
+        ("local_steps", "local_epochs"),
+        ("local_epochs", "local_steps"),
+        ("validation_fraction", "validation_examples"),
+    ):
+        if name in changed and replaced not in changed:
             settings[replaced] = None
 
 

@@ -12,7 +12,12 @@ from ml_collections import ConfigDict
 from ml_collections.config_flags import config_flags, config_path
 
 from fedjax_pfl.cli.command import Call, Command, check_no_positional
-from fedjax_pfl.cli.configs import changed_settings, define_data_dir, read_settings, replace_length
+from fedjax_pfl.cli.configs import (
+    changed_settings,
+    define_data_dir,
+    read_settings,
+    replace_alternatives,
+)
 from fedjax_pfl.cli.errors import in_one_line
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import interrupt
@@ -96,7 +101,7 @@ def configure_methods(
                 for path, value in changes.items():
                     config_path.set_value(path, config, value)
         if preset is not None:
-            replace_length(config, [f"--config.{path}=" for path in changes])
+            replace_alternatives(config, [f"--config.{path}=" for path in changes])
             config.data_dir = base.data_dir
         config.algorithm = method
         configs[method] = config

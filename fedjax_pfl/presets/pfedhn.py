@@ -96,6 +96,16 @@ def get_config(preset: str = "") -> ConfigDict:
         raise UsageError(
             f"there is no preset {preset!r}: sizes needs one of the datasets {', '.join(_SIZED)}"
         )
+    if config.dataset == "omniglot" and config.partition != "shares":
+        raise UsageError(
+            f"there is no preset {preset!r}: a client of omniglot has an alphabet; leave "
+            f"{config.partition} out"
+        )
+    if config.algorithm == "local" and config.clients_per_round:
+        raise UsageError(
+            f"there is no preset {preset!r}: local trains all clients; leave "
+            f"k{config.clients_per_round} out"
+        )
     small = config.dataset == "digits"
     steps, cohort = config.rounds or (500 if small else 5000), config.clients_per_round
     if not re.search(r"(^|-)n\d+(-|$)", preset):

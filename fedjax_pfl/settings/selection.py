@@ -34,6 +34,13 @@ def check_used(
     those that the user gave, nested as in Python. A tuning run has a configuration per method.
     """
     check_used_in_any(changes, configs, registry)
+    for name in sorted(changes.keys() & SETTINGS.keys()):
+        is_overridden = all(c.phases and all(name in p for p in c.phases) for c in configs)
+        if is_overridden and changes[name] != SETTINGS[name].default_value:
+            raise UsageError(
+                f"{name} has no effect, because every phase sets it; set it in the phases, or "
+                "leave it out"
+            )
     for config in configs:
         by_phase = _by_phase_and_group(config, registry)
         for number, phase_changes in enumerate(config.phases):

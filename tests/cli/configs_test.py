@@ -232,5 +232,13 @@ def test_directory_names_are_short_and_inside_runs():
 )
 def test_flags_choose_between_steps_and_epochs(arguments, expected):
     settings = ConfigDict({"local_epochs": 5, "local_steps": 7})
-    configs.replace_length(settings, arguments)
+    configs.replace_alternatives(settings, arguments)
     assert (settings.local_epochs, settings.local_steps) == expected
+
+
+def test_a_fraction_replaces_a_presets_number_of_validation_examples():
+    settings = ConfigDict({"validation_fraction": 0.0, "validation_examples": 10_000})
+    configs.replace_alternatives(settings, ["--config.rounds=3"])
+    assert settings.validation_examples == 10_000
+    configs.replace_alternatives(settings, ["--config.validation_fraction=0.2"])
+    assert settings.validation_examples is None

@@ -98,6 +98,19 @@ def test_words_that_contradict_each_other_are_refused(preset, words):
     assert "'n5' and 'n6' contradict" in message(factorized_fl.get_config, "n5-n6")
 
 
+def test_words_that_a_dataset_or_method_does_not_use_are_refused():
+    for word, partition in (("iid", "iid"), ("dirichlet0.5", "dirichlet")):
+        assert message(pfedhn.get_config, f"omniglot-{word}") == (
+            f"there is no preset 'omniglot-{word}': a client of omniglot has an alphabet; leave "
+            f"{partition} out"
+        )
+    assert message(pfedhn.get_config, "mnist-local-k5") == (
+        "there is no preset 'mnist-local-k5': local trains all clients; leave k5 out"
+    )
+    assert pfedhn.get_config("omniglot").partition == "natural"
+    assert pfedhn.get_config("mnist-local").clients_per_round is None
+
+
 @pytest.mark.parametrize("preset", ["mnist-sizes", "sizes-fedavg-omniglot", "femnist-sizes"])
 def test_networks_of_three_sizes_are_for_digits_and_cifar(preset):
     assert message(pfedhn.get_config, preset) == (

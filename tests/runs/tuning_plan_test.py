@@ -73,6 +73,9 @@ def test_phases_keep_their_share_of_the_rounds(phases, expected):
     trials.shorten({"fedavg": config}, 20)
     assert [phase.rounds for phase in configuration.phases(config)] == expected
     assert trials.total_rounds(config) == 20
+    config.rounds = 200  # as --config.rounds=200 does in the command with the tuned settings
+    assert configuration.phases(config)[-1].rounds == 200
+    config.rounds = expected[-1]
     if phases:
         assert "too few for 2 phases" in message(trials.shorten, {"fedavg": config}, 1)
 

@@ -61,6 +61,10 @@ def check(settings):
             "robust_share counts with robust_rule=trimmed_mean or krum or multi_krum or "
             "robust_mixing=True only, and robust_rule is median; change robust_rule",
         ),
+        (
+            {"learning_rate": 0.2, "phases": [{"learning_rate": 0.1}, {"learning_rate": 0.3}]},
+            "learning_rate has no effect, because every phase sets it; set it in the phases, or",
+        ),
     ],
 )
 def test_settings_without_effect_are_refused(settings, line):
@@ -81,6 +85,7 @@ def test_settings_without_effect_are_refused(settings, line):
         {"robust_share": 0.3, "robust_mixing": True},
         {"weight_decay": 0.1, "b1": 0.5, "phases": [{}, {"optimizer": "adam"}]},
         {"server_optimizer": "yogi", "server_b2": 0.5},
+        {"learning_rate": 0.2, "phases": [{"learning_rate": 0.1}, {}]},
     ],
 )
 def test_settings_with_effect_pass(settings):

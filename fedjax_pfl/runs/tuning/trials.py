@@ -103,6 +103,8 @@ def shorten(configs: Mapping[str, ConfigDict], rounds: int, registry: Registry =
 def _set_rounds(config: ConfigDict, rounds: int, registry: Registry) -> None:
     """Sets the total rounds of a run in place. Phases keep their shares, at least one round.
 
+    The setting `rounds` is the length of the last phase, so that it can be made longer.
+
     Raises UsageError if that needs more rounds.
     """
     old = [n for n, _ in cohorts(config, registry)]
@@ -114,11 +116,13 @@ def _set_rounds(config: ConfigDict, rounds: int, registry: Registry) -> None:
             f"{config.algorithm} would have {rounds} rounds, too few for {len(old)} phases of "
             f"{old} rounds; give more"
         )
-    config.rounds = rounds
-    new.append(rounds - sum(new))
-    config.phases = tuple(
-        {**phase, "rounds": n} for phase, n in zip(config.phases, new, strict=False)
-    )
+    config.rounds = rounds - sum(new)
+    if config.phases:
+        *earlier, last = config.phases
+        config.phases = (
+            *({**phase, "rounds": n} for phase, n in zip(earlier, new, strict=True)),
+            {name: value for name, value in last.items() if name != "rounds"},
+        )
 
 
 def equalize_evaluations(configs: Mapping[str, ConfigDict], registry: Registry = BUILTINS) -> None:
