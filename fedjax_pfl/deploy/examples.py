@@ -83,8 +83,9 @@ def read(file: NodeFile) -> NodeExamples:
     if "classes" in metadata:
         optional_facts["classes"] = list(metadata["classes"])
     if "input" in metadata:  # a digest: nodes compare column names without sending them
-        text = json.dumps([metadata["input"], metadata.get("label"), file.words]).encode()
-        optional_facts["input"] = hashlib.sha256(text).hexdigest()
+        names = [metadata["input"], metadata.get("label"), file.words]
+        text = json.dumps(names, sort_keys=True)  # owners may write `words` in any order
+        optional_facts["input"] = hashlib.sha256(text.encode()).hexdigest()
     if columns.any() or targets:
         optional_facts |= _sums(arrays, columns, targets, file.least_rows)
     facts = _facts(_as_float32(arrays), federation, **optional_facts)

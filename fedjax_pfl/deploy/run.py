@@ -26,7 +26,7 @@ from fedjax_pfl.simulation import ledger, summaries
 from fedjax_pfl.simulation.records import Evaluation
 
 DEPLOYED_FILE = "deployed.json"  # name of the run, number of starts and federation
-WIRE_FILE = "wire.jsonl"  # absent clients and message bytes, one line per round
+WIRE_FILE = "wire.jsonl"  # absent and rejected clients, message bytes; one line per round
 # Only the nodes know which examples they have.
 _NODES_DATA = {"dataset": "data of the nodes", "partition": "per-node"}
 _LENGTH_IS_FIXED = "its nodes keep the settings that they enrolled with"
@@ -94,8 +94,7 @@ def run(
     cohort = settings.clients_per_round or settings.clients - settings.held_out
     if waiting.min_answers > cohort:
         raise UsageError(
-            f"min_answers is {waiting.min_answers}, and a round has only {cohort} clients; use a "
-            "smaller number"
+            f"min_answers is {waiting.min_answers}, and a round has only {cohort} clients; lower it"
         )
     node_settings = assembly.node_settings(user_settings)
     with run_directory.claim(Path(workdir), config, lambda: _LENGTH_IS_FIXED) as directory:
@@ -254,20 +253,20 @@ class _Run(NamedTuple):
         pending = server.open_round(self.server, server_state, t)
         updates, message_bytes = self.collect(pending, server.read_update)
         accepted = sum(update.accepted for update in updates.values())
-        if len(updates) == len(pending.requests) and accepted < self.waiting.min_answers:
-            rejected = [str(i) for i, update in sorted(updates.items()) if not update.accepted]
-            raise UsageError(  # nodes would send the same updates again
-                f"the updates of clients {', '.join(rejected)} in round {t + 1} are not finite or "
-                f"too large, and a round needs {self.waiting.min_answers} others; start again with "
-                "a smaller learning_rate and another workdir"
-            )
+        server.require_updates(pending, updates, self.waiting.min_answers)
         if accepted < self.waiting.min_answers:
             self.log(
                 f"round {t + 1}: accepted {accepted} of {len(pending.requests)} responses, needs "
                 f"{self.waiting.min_answers}; repeating the round"
             )
             return server_state
-        server_state, logs = server.close_round(self.server, server_state, pending, updates)
+        new_state, logs = server.close_round(self.server, server_state, pending, updates)
+        if accepted and new_state is server_state:  # asked again, nodes would send the same
+            raise UsageError(
+                f"the updates of round {t + 1} are finite, but their mean is not; start again with "
+                "max_update_norm or a smaller learning_rate, and another workdir"
+            )
+        server_state = new_state
         for line in summaries.rejections(logs, t, 1):
             self.log(line)
         free = 1 if t == 0 and not phase.config.count_initial_download else 0
@@ -293,7 +292,8 @@ class _Run(NamedTuple):
             seconds=round(trained_at - started, 3),
             evaluate_seconds=round(finished - trained_at, 3),
             answers=accepted,
-            absent=sorted(set(pending.requests) - {i for i in updates if updates[i].accepted}),
+            absent=sorted(set(pending.requests) - set(updates)),
+            rejected=[i for i, update in sorted(updates.items()) if not update.accepted],
             ledger_down=ledger_after.total_down - ledger_before.total_down,
             ledger_up=ledger_after.total_up - ledger_before.total_up,
             messages_down=message_bytes[0],

@@ -12,6 +12,7 @@ import numpy as np
 
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import PyTree, State
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.local_training import Scores
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.deploy import wire
@@ -228,6 +229,22 @@ def _check_scores(task: Task, scores: Scores, examples: int, part: str) -> None:
         low, high = (-_ROUNDING, 1 + _ROUNDING) if name in shares else (-_MAX_METRIC, _MAX_METRIC)
         if np.isfinite(value) and not low <= value <= high:
             raise InvalidError(f"its {name} in {part} is not from {low:g} to {high:g}")
+
+
+def require_updates(
+    pending: PendingRequests, updates: Mapping[int, ClientUpdate], least: int
+) -> None:
+    """Raises UsageError if all clients have answered and fewer than `least` updates are accepted.
+
+    Nodes would send the same updates again.
+    """
+    rejected = [str(i) for i, update in sorted(updates.items()) if not update.accepted]
+    if len(updates) == len(pending.requests) and len(updates) - len(rejected) < least:
+        raise UsageError(
+            f"the updates of clients {', '.join(rejected)} in round {pending.round + 1} are not "
+            f"finite or too large, and a round needs {least} others; start again with a smaller "
+            "learning_rate and another workdir"
+        )
 
 
 def close_round(

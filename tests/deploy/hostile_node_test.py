@@ -301,7 +301,7 @@ def test_a_lying_node_does_not_affect_the_others(tmp_path):
 
 
 def test_uploads_that_make_the_state_not_finite_are_rejected(loop, monkeypatch):
-    """The state is unchanged, so training continues."""
+    """The state is unchanged."""
     server_state = server.initial_state(loop.server)
     pending = server.open_round(loop.server, server_state, 0)
     updates = {

@@ -273,6 +273,20 @@ def test_updates_that_are_not_finite_end_the_run_with_the_reason(tmp_path):
     assert line.startswith("the updates of clients 0, 1, 2 in round 1 are not finite or too large")
 
 
+def test_finite_updates_whose_mean_is_not_end_the_run(tmp_path, monkeypatch):
+    """The rounds would count without a change of the model."""
+    nodes = Nodes(tmp_path, 3)
+    close_round = run.server.close_round
+
+    def overflowing(server, server_state, pending, updates):
+        rejected = {i: update._replace(accepted=False) for i, update in updates.items()}
+        return close_round(server, server_state, pending, rejected)
+
+    monkeypatch.setattr(run.server, "close_round", overflowing)
+    line = message(nodes.run, {**CONFIG, "clients_per_round": None}, tmp_path / "run")
+    assert line.startswith("the updates of round 1 are finite, but their mean is not; start again")
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [

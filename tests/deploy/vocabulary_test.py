@@ -92,6 +92,16 @@ def examples_of(tmp_path, rows, **content):
     return examples.read(node_file.parse({**shared, **content}, "node.json"))
 
 
+def test_owners_may_list_their_words_in_any_order(tmp_path):
+    rows = "city,job,age,label\n" + "Bern,cook,2,0\nRome,clerk,4,1\n" * 20
+    words = {"city": ["Bern", "Rome"], "job": 64}
+    orders = (words, dict(reversed(words.items())), {**words, "city": ["Rome", "Bern"]})
+    first, reordered, renumbered = (
+        examples_of(tmp_path, rows, words=order).facts["input"] for order in orders
+    )
+    assert first == reordered != renumbered
+
+
 def test_only_normalised_columns_are_summed(tmp_path):
     """Sums of a column of categories would count its words."""
     rows = "city,age,label\n" + "Bern,2,0\nRome,4,1\n" * 20
