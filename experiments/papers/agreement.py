@@ -56,6 +56,11 @@ class RunCell(NamedTuple):
         return mean_std(self.measured)["mean"] - mean_of(self.published)
 
     @property
+    def is_accuracy(self) -> bool:
+        """Returns False for a column of bytes."""
+        return not self.column.endswith(("-MiB", "-GB"))
+
+    @property
     def judged(self) -> bool:
         """Returns True if both deviations are known."""
         return isinstance(self.published, Sequence) and len(self.measured) >= SEEDS
@@ -128,7 +133,8 @@ def _range(values: Sequence[int]) -> str:
 
 
 def _counts(name: str, published: int, cells: Sequence[RunCell]) -> list[str]:
-    judged, gaps = [cell for cell in cells if cell.judged], [cell.gap for cell in cells]
+    judged = [cell for cell in cells if cell.judged]
+    gaps = [cell.gap for cell in cells if cell.is_accuracy]
     full = sum(cell.full_length for cell in cells)
     return [
         name,

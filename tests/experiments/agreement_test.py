@@ -89,6 +89,15 @@ def test_summary_counts_cells(folder):
     assert "paper/table2 1 0 0" in rows
 
 
+def test_bytes_have_no_gap_in_points(tmp_path):
+    """Of a gap of 1 point and one of 500 MiB, only the first counts."""
+    tables = {"paper/table1": table({"local": {"x-accuracy": [50.0, 1.0], "x-MiB": 100.0}})}
+    cells = cell("local", "x-accuracy", [51.0], 600), cell("local", "x-MiB", [600.0], 600)
+    write(tmp_path, *cells)
+    rows = [" ".join(line.split()) for line in agreement.summary(tmp_path, tables).splitlines()]
+    assert "paper/table1 2 2 0 1 of 1 1.0 1 1" in rows
+
+
 def test_comparison_with_published_cells(folder):
     (comparison,) = agreement.comparison(folder, TABLES, "paper/table1", ["a", "b"])
     assert comparison.heads == ["published", "ours", "seeds", "partitions", "rounds", "agrees"]
