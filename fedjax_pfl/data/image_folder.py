@@ -54,6 +54,8 @@ def images(
     if not 1 <= size <= 1024:
         raise UsageError(f"images.size is {size}; use 1 to 1024")
     root, name = find_path("images", path), f"images:{path}"
+    if not _split(train):
+        raise UsageError(f"{name}: images.train names no part; name one, such as {_TRAIN}")
     levels = _levels(folders)
     if "part" not in levels and any((root / part).is_dir() for part in _split(train)):
         levels = ["part", *levels]

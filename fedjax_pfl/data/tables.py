@@ -2,6 +2,7 @@
 
 import csv
 import difflib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -79,8 +80,8 @@ def find_path(source: str, path: str) -> Path:
 def read_csv(path: str, source: str = "csv", names: str = "") -> Table:
     """Reads a text file separated by commas, semicolons or tabs.
 
-    `names` are those of its columns, separated by commas; empty: they are in the first line.
-    `source`, such as csv, precedes the path in messages.
+    `names` are those of its columns, separated by commas; empty: they are in the first line that is
+    not blank. `source`, such as csv, precedes the path in messages.
     """
     name, file = f"{source}:{path}", find_path(source, path)
     try:
@@ -88,8 +89,9 @@ def read_csv(path: str, source: str = "csv", names: str = "") -> Table:
             line = next(filter(str.strip, stream), "")
             delimiter = _delimiter(line, names.count(",") + 1 if names else None)
             stream.seek(0)
+            lines = stream if names else itertools.dropwhile(str.isspace, stream)
             # strict: otherwise an unclosed quote would join all rows below into its cell
-            rows = list(csv.reader(stream, delimiter=delimiter, strict=True))
+            rows = list(csv.reader(lines, delimiter=delimiter, strict=True))
             columns, *rows = [names.split(","), *rows] if names else (rows or [[]])
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         hint = "; save it as UTF-8" if isinstance(error, UnicodeDecodeError) else ""

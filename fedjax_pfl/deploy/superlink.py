@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> None:
 
     create_app = flwr.superlink.main.create_app
 
-    def create_guarded_app(*options: Any, **named_options: Any) -> App:
+    def create_guarded_app(*options: Any, **named_options: Any) -> Any:
         app = create_app(*options, **named_options)
         app.add_middleware(with_local_commands)
         return app

@@ -21,8 +21,9 @@ def draw(confusion: Mapping[str, Any], names: Sequence[str] = ()) -> Picture | N
     """Draws confusion matrices: shares of each class's test examples (row) by predicted class.
 
     One matrix is of predictions before local training and, if counted, one of those after it. Both
-    are summed over clients; each row sums to 1. `confusion` is the content of confusion.json, with
-    counts [C, C] by class and prediction. Returns None if no test examples were counted.
+    are summed over the clients in the mean scores; each row sums to 1. `confusion` is the content
+    of confusion.json, with counts [C, C] by class and prediction. Returns None if no test examples
+    were counted.
     """
     matrices = {
         stage: np.array(confusion[stage], np.float64)
@@ -42,9 +43,9 @@ def draw(confusion: Mapping[str, Any], names: Sequence[str] = ()) -> Picture | N
         if len(matrices) > 1:
             axes.set_title(f"{stage} local training", fontsize=10, color=drawing.INK)
     caption = (
-        "Share, in per cent, of the test examples of each class by predicted class, over all "
-        f"clients, {' and '.join(matrices)} local training. The diagonal is the recall of the "
-        "class."
+        "Share, in per cent, of the test examples of each class by predicted class, over the "
+        f"clients in the mean scores, {' and '.join(matrices)} local training. The diagonal is the "
+        "recall of the class."
     )
     if unseen := int(np.sum(totals == 0)):
         caption += f" Classes without test examples: {unseen}."

@@ -191,12 +191,18 @@ def is_variant(row: Row) -> bool:
 
 
 def unfinished(row: Row) -> str:
-    """Returns text such as "seed 1 unfinished, round 40" for a row's unfinished runs, or ""."""
-    return ", ".join(
-        f"seed {run.seed} " * (len(row.runs) > 1) + f"unfinished, round {run.metrics[-1]['round']}"
-        for run in row.runs
-        if not run.finished
-    )
+    """Returns text on runs that lack rounds, such as "seed 1 unfinished, round 40", "" if none.
+
+    Runs that a callback ended are among them, as "seed 1 ended at round 40 of 50".
+    """
+    notes = []
+    for run in row.runs:
+        seed, last = f"seed {run.seed} " * (len(row.runs) > 1), run.metrics[-1]["round"]
+        if not run.finished:
+            notes.append(f"{seed}unfinished, round {last}")
+        elif run.ended_early:
+            notes.append(f"{seed}ended at round {last} of {run.rounds}")
+    return ", ".join(notes)
 
 
 def summary(row: Row) -> Summary:
@@ -323,7 +329,7 @@ def _differences(row: Row, baseline: Row, stage: str) -> np.ndarray | str:
     `stage` is "before" or "after" local training. Returns an array [N], or the reason why the
     rows cannot be compared, such as "other seeds".
     """
-    if unfinished(row) or unfinished(baseline):
+    if not all(run.finished for run in [*row.runs, *baseline.runs]):
         return "unfinished"
     if [run.seed for run in row.runs] != [run.seed for run in baseline.runs]:
         return "other seeds"

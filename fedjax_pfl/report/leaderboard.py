@@ -199,7 +199,12 @@ def draw(name: str, column: Mapping[str, Any]) -> Picture:
         axes.axhline(len(variants) - 0.5, color=drawing.INK, linewidth=0.8)
     axes.set_xlabel("accuracy (%), mean and deviation over seeds")
     drawing.legend(axes)
-    best = method_labels.table_label(lines[-1][0]) if papers else "none"
+    scored = [
+        entry
+        for entry in ranked(dict(lines))
+        if math.isfinite(entry[1]["before"].get("mean", math.nan))
+    ]
+    best = method_labels.table_label(scored[0][0]) if scored else "none"
     caption = "Methods by their score before local training, each with the settings chosen for it."
     return Picture(figure, caption, f"{len(lines)} methods; the best before training is {best}.")
 

@@ -178,7 +178,7 @@ def _page(run: Run, pictures: Mapping[str, Picture], reference_runs: Mapping[str
     config, metrics = run.config, run.metrics
     title = f"{method_labels.title(config)} on {_setting(config, 'dataset')}"
     facts = [f"{_setting(config, 'partition')} partition", f"seed {_setting(config, 'seed')}"]
-    rounds = sum(int(phase.get("rounds", 0)) for phase in method_labels.phases(config))
+    rounds = f"{metrics[-1]['round']} of {run.rounds}" if run.ended_early else run.rounds
     facts[1:1] = [f"{_setting(config, 'clients')} clients", f"{rounds} rounds"]
     changed = method_labels.sentence(method_labels.changes(config, default_settings()))
     facts = [method_labels.label(config), *facts, changed]
@@ -236,7 +236,8 @@ def _warnings(run: Run) -> str:
             f"{min(last[stage].get('clients') or 0 for stage in _stages(last)):,} others."
         )
     for stage, success in (last.get("attack_success") or {}).items():
-        messages.append(f"Success of the backdoor, {drawing.STAGES[stage]}: {number(success):.1%}.")
+        share = "–" if math.isnan(number(success)) else f"{success:.1%}"
+        messages.append(f"Success of the backdoor, {drawing.STAGES[stage]}: {share}.")
     if untested := sum(row.get("test_examples") == 0 for row in run.participants):
         messages.append(f"Clients that train and have no test examples: {untested:,}.")
     messages += [f"After round {last['round']}, {text}." for text in last.get("remarks", ())]
@@ -311,12 +312,11 @@ def _results(metrics: Sequence[Record]) -> str:
         caption += ", and the loss." if with_loss else "."
         heads = (*_COLUMNS.values(), *(["loss"] if with_loss else []))
         blocks.append(table_block(caption, heads, rows))
-    has_best = metrics[-1].get("best_round") is not None
-    note = (
-        "" if has_best else "<p>There is no best round, as it is chosen on validation examples.</p>"
-    )
-    tables = "\n".join(blocks)
-    return f"{tables}\n{note}"
+    last, reason = metrics[-1], "it is chosen on validation examples"
+    if any(m.get("validation") for m in metrics if m.get("phase") == last.get("phase")):
+        reason = "no evaluation of the last phase has finite validation scores of all clients"
+    note = f"<p>There is no best round, as {reason}.</p>" if last.get("best_round") is None else ""
+    return "\n".join([*blocks, note])
 
 
 def _clients(run: Run) -> str:

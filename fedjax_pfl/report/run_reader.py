@@ -56,6 +56,18 @@ class Run(NamedTuple):
         return int(self.config.get("seed", 0))
 
     @property
+    def rounds(self) -> int:
+        """Returns the number of rounds in the settings, all phases together."""
+        phases = self.config.get("phases") or [{}]
+        rounds = [phase.get("rounds", self.config.get("rounds")) for phase in phases]
+        return sum(count for count in rounds if isinstance(count, int))
+
+    @property
+    def ended_early(self) -> bool:
+        """Returns True if the run is finished because a callback ended it before its last round."""
+        return self.finished and self.metrics[-1]["round"] < self.rounds
+
+    @property
     def on_held_out(self) -> bool:
         """Returns True if the last phase trains the held-out clients instead of the others."""
         last_phase = (self.config.get("phases") or [{}])[-1]

@@ -120,13 +120,15 @@ class PhaseInputs:
     def count_confusion(self) -> bool:
         """Returns True if evaluations count confusion matrices.
 
-        The task must have classes, which all clients number alike. Neither the classes nor the
-        entries of all clients' matrices may be too many: at most 100 and 10 million.
+        The task must have classes, which all clients number alike: no client has labels or classes
+        of its own, such as the characters of its alphabet. Neither the classes nor the entries of
+        all clients' matrices may be too many: at most 100 and 10 million.
         """
         clients, classes = self.federation.clients, self.federation.outputs
         return (
             self.federation.task.has_classes
             and self.arrays.label_map is None
+            and self.arrays.classes is None
             and classes <= _MAX_CONFUSION_CLASSES
             and clients * classes**2 <= _MAX_CONFUSION_ENTRIES
         )

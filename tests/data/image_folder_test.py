@@ -106,6 +106,8 @@ def test_listed_test_images_are_not_trained_on(tmp_path, monkeypatch):
         ({"folders": "owner"}, "has no level class"),
         ({"folders": "owner,class", "owner": "o.csv"}, "exclude each other"),
         ({"train": "valid"}, "has no folder 'valid' to train on"),
+        ({"train": ""}, "images.train names no part; "),
+        ({"train": ","}, "images.train names no part; "),
         ({"test": "lists/*.txt"}, "names 'lists/.*.txt', and there is no such file"),
         ({"classes": "cat,dog,cat"}, "images.classes names a class twice; name it once"),
         ({"classes": "cat,dot"}, "names 'dot', which is no class; there are cat, dog"),

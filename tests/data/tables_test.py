@@ -79,6 +79,14 @@ def test_training_and_test_file_share_categories(houses, tmp_path):
     assert dataset.owner_names[dataset.owner_test[0]] == "Oslo"
 
 
+def test_blank_lines_before_the_header_are_skipped(tmp_path):
+    for blank in ("\n", " \n\r\n", "\t\n"):
+        dataset = load(written(tmp_path / "blank.csv", f"{blank}a,label\n1,x\n\n2,y\n"))
+        assert dataset.x_train.tolist() == [[1], [2]]
+        assert dataset.metadata["input"] == ["a"]
+    assert "columns none and 0 rows" in message(load, written(tmp_path / "no.csv", "\n \n"))
+
+
 def test_normalisation_uses_training_examples_of_active_clients(houses, tmp_path):
     rows = "".join(f"{'ab'[i % 2]},{i},{7},{10 * i}\n" for i in range(40))
     path = written(tmp_path / "line.csv", f"who,x,same,y\n{rows}")

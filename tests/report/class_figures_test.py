@@ -19,7 +19,7 @@ def test_recall_of_classes():
         "b: none",
         "c: 50 %",
     ]
-    assert "clients, before local" in picture.caption
+    assert "over the clients in the mean scores, before local training." in picture.caption
     assert "Classes without test examples: 1." in picture.caption
     trained = class_figures.draw(confusion | {"after": [[4, 0, 0], [0, 0, 0], [0, 1, 1]]})
     first, second = trained.figure.axes
@@ -28,7 +28,7 @@ def test_recall_of_classes():
         "after local training",
     )
     assert [text.get_text() for text in second.texts] == ["100", "50", "50"]
-    assert "clients, before and after local training" in trained.caption
+    assert "mean scores, before and after local training." in trained.caption
 
 
 def test_nothing_to_draw():

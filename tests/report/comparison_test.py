@@ -18,7 +18,7 @@ SCORES = {"fedavg": [[0.5, 0.6, 0.7], [0.4, 0.8, 0.9]], "local": [[0.7, 0.6, 0.9
 
 def settings(algorithm="fedavg", **changes):
     """Returns a resolved configuration as a run directory stores it."""
-    config = configuration.complete({"algorithm": algorithm, "clients": 3, **changes})
+    config = configuration.complete({"algorithm": algorithm, "clients": 3, "rounds": 10, **changes})
     return json.loads(json.dumps(configuration.resolve(config)))
 
 
@@ -351,6 +351,17 @@ def test_an_unfinished_run_is_marked(tmp_path):
     (row,) = rows_of(write_run(tmp_path / "a", [0.5], settings(), finished=False))
     assert comparison_page.tables([row])[0].rows[0][0] == "FedAvg (unfinished, round 10)"
     assert "unfinished, round 10" in comparison_page.as_csv([row])
+
+
+def test_a_run_that_a_callback_ended_is_marked_and_paired(tmp_path):
+    rows = compared(tmp_path, [0.5, 0.6, 0.7], [0.7, 0.7, 0.7], rounds=50)
+    first = comparison_page.tables(rows)[0].rows[0][0]
+    assert first == "FedAvg (ended at round 10 of 50)"
+    assert comparison.paired_test(rows[1], rows[0], "before").pairs == 3
+    ended = write_run(tmp_path / "seed", [0.5], settings(rounds=50, seed=1), rounds=(5, 30))
+    (row,) = rows_of(tmp_path / "fedavg", ended)
+    text = "seed 0 ended at round 10 of 50, seed 1 ended at round 30 of 50"
+    assert comparison.unfinished(row) == text
 
 
 def test_runs_that_cannot_be_compared_are_refused(tmp_path):

@@ -208,14 +208,24 @@ def test_a_run_without_local_evaluation_and_traffic(tmp_path):
     metrics = [
         evaluation(t, after=None, bytes_down=0, bytes_up=0, evaluate_seconds=None) for t in (1, 2)
     ]
+    for line in metrics:
+        line["validation"] = line["best_round"] = None
     page = page_of(tmp_path, metrics, traffic={"down": {}, "up": {}})
     assert names(tmp_path) == FIGURES - {"answer", "score_bytes", "traffic"}
     assert "before local training" in page
     assert "after local training" not in page
+    assert "There is no best round, as it is chosen on validation examples." in page
     assert "to evaluate" not in page  # not recorded by an old run
     text = report.table(metrics)
     assert "after" not in text
     assert "seconds  3.0, and 4.0 to compile" in text
+
+
+def test_the_page_has_the_rounds_at_which_a_callback_ended_the_run(tmp_path):
+    phases = CONFIG | {"phases": [{"rounds": 2}, {}]}
+    for config, last, text in ((CONFIG, 10, "10"), (CONFIG, 4, "4 of 10"), (phases, 4, "4 of 12")):
+        page = page_of(tmp_path, [evaluation(last)], config=config)
+        assert f" · {text} rounds · " in page
 
 
 def test_a_score_that_is_not_an_accuracy(tmp_path):
@@ -233,12 +243,14 @@ def test_values_that_were_not_finite(tmp_path):
     blank = dict.fromkeys(stage_scores(0.5)) | {"clients": 0, "not_finite": 4}
     metrics = [evaluation(t, train_loss=None) for t in (1, 2, 3)]
     metrics[1]["after"] = blank
-    metrics[2]["before"] = blank
-    metrics[2]["best_round"] = None
+    metrics[2] |= {"before": blank, "validation": blank, "best_round": None, "phase": 1}
+    metrics[2]["attack_success"] = {"before": None, "after": 0.25}
     page = page_of(tmp_path, metrics)
     assert names(tmp_path) == FIGURES - {"train_loss"}
     assert "Clients whose final evaluation is not finite: 4; means are over the 0 others." in page
-    assert "There is no best round" in page
+    assert "as no evaluation of the last phase has finite validation scores of all clients" in page
+    assert "Success of the backdoor, before local training: –." in page
+    assert "Success of the backdoor, after local training: 25.0%." in page
     assert not re.search(r"\b(nan|None)\b", re.sub(r'src="data:[^"]*"', "", page))
     text = report.table(metrics)
     assert "–" in text

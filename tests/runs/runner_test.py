@@ -1,6 +1,7 @@
 """Tests of the files and results of a run."""
 
 import csv
+import dataclasses
 import json
 
 import jax
@@ -209,6 +210,18 @@ def test_rounds_after_which_a_phase_is_evaluated_or_saved():
         while ends[-1] < 15:
             ends.append(next_boundary(config, 5, ends[-1]))
         assert ends[1:] == expected
+
+
+def test_confusion_matrices_need_classes_that_all_clients_number_alike():
+    """Class 1 of one owner is another character than class 1 of the next, as in Omniglot."""
+    inputs = built({}).phases[0].inputs
+    clients, classes = inputs.federation.clients, inputs.federation.outputs
+    for name, value in {
+        "classes": np.ones((clients, classes), bool),
+        "label_map": np.tile(np.arange(classes, dtype=np.int32), (clients, 1)),
+    }.items():
+        changed = dataclasses.replace(inputs, examples=[inputs.arrays._replace(**{name: value})])
+        assert (inputs.count_confusion, changed.count_confusion) == (True, False)
 
 
 def test_peers_belong_to_one_group():
