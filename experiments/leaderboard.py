@@ -234,9 +234,12 @@ def main(argv: Sequence[str]) -> None:
                     )
                 except UsageError as error:  # of this method; the others continue
                     line = {"cannot": str(error)}
+                    print(f"{name}: {trial.method}: {error}", file=sys.stderr)
                 if not flag_values.only_show:
                     boards = board.read(out)  # with lines that other calls added meanwhile
                 lines = board.column(boards, name, about_columns[name])["methods"]
+                if "cannot" in line and "seeds" in lines.get(trial.method, {}):
+                    continue  # an error of this machine, such as missing data; the scores stay
                 if line:
                     lines[trial.method] = board.with_commit(line, commit, lines.get(trial.method))
                 if line and not flag_values.only_show:

@@ -8,6 +8,7 @@ import pytest
 
 from experiments import leaderboard
 from fedjax_pfl.algorithms import METHODS
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import leaderboard as board
 from fedjax_pfl.runs.tuning import choice
 from fedjax_pfl.settings import configuration
@@ -110,7 +111,9 @@ def test_variants_of_this_library_stand_below_a_line(monkeypatch):
     table = board.table("digits", column)
     assert [row[0] for row in table.rows] == ["Local", "FedBN", "FedAvg"]
     assert [row[0] for row in table.variants] == ["Ditto (variant of this library)"]
-    axes = board.draw("digits", column).figure.axes[0]
+    picture = board.draw("digits", column)
+    assert picture.alt.endswith("best before training is Ditto (variant of this library).")
+    axes = picture.figure.axes[0]
     labels = [text.get_text() for text in axes.get_yticklabels()]
     assert labels == ["Ditto (variant of this library)", "FedAvg", "Local"]
     assert [line.get_ydata() for line in axes.lines if len(set(line.get_ydata())) == 1][-1] == [
@@ -192,6 +195,20 @@ def test_calls_at_the_same_time_keep_each_others_lines(call):
     during_run = partial(call, columns=["mnist"], methods=["ditto"])
     during_run = partial(call, during_run, methods=["local"])
     assert call(during_run) == {"mnist": (4, ["ditto"]), "digits": (4, ["local", "fedavg"])}
+
+
+def test_an_error_replaces_no_scores(call, tmp_path, capsys):
+    """On another machine the data may be missing; the first error of a method is its line."""
+
+    def fail():
+        raise UsageError("no data")
+
+    call()
+    assert call(fail, methods=["fedavg", "ditto"]) == {"digits": (4, ["fedavg", "ditto"])}
+    lines = board.read(tmp_path)["columns"]["digits"]["methods"]
+    assert lines["fedavg"]["seeds"]
+    assert lines["ditto"]["cannot"] == "no data"
+    assert "digits: fedavg: no data" in capsys.readouterr().err
 
 
 def test_another_budget_is_refused_before_any_run(call, tmp_path):
