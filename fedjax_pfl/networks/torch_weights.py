@@ -1,6 +1,7 @@
 """Weights of PyTorch networks, as a `state_dict` in a `.safetensors` file, for networks here.
 
-Layers are matched by kind, shape and order, because their names differ between projects:
+Layers are matched by kind, shape and order, because their names differ between projects, unless the
+file has exactly the names that `to_torch` writes:
 
     layer         PyTorch                       here
     convolution   weight [O, I, H, W], bias     kernel [H, W, I, O], bias
@@ -75,7 +76,9 @@ def from_torch(
 ) -> PyTree:
     """Reads the weights of a PyTorch network.
 
-    Layers of equal kind and shape are matched in the order of the numbers in their names.
+    Arrays are matched by name if the file has exactly the names and shapes that `to_torch` writes.
+    Otherwise, layers of equal kind and shape are matched in the order of the numbers in their
+    names, to the network's layers from the input to the output.
     `num_batches_tracked` is skipped. Raises UsageError for the first layer that does not match.
 
     Args:
@@ -141,9 +144,7 @@ def state_dict(
     """Returns the arrays that `to_torch` writes, by name."""
     own_layers = _layers(network, input_shape)
     if like is None:
-        pairs = [
-            (leaf, f"{name}.{leaf.torch_name}") for name in own_layers for leaf in own_layers[name]
-        ]
+        pairs = _named(own_layers)
     else:
         pairs = _match(like, _read(like), own_layers, layers)
     state = {}
@@ -244,6 +245,11 @@ def _layers(network: Any, input_shape: Sequence[int]) -> dict[str, list[_Leaf]]:
     return layers
 
 
+def _named(own_layers: Mapping[str, Sequence[_Leaf]]) -> list[tuple[_Leaf, str]]:
+    """Returns each leaf of a network with the name that `to_torch` gives it."""
+    return [(leaf, f"{name}.{leaf.torch_name}") for name in own_layers for leaf in own_layers[name]]
+
+
 def _match(
     path: str | os.PathLike[str],
     arrays: Mapping[str, np.ndarray],
@@ -256,6 +262,10 @@ def _match(
     file's layers in this order, or None. Raises UsageError unless exactly one match exists for
     every layer of both.
     """
+    named = _named(own_layers)
+    own_shapes = {name: leaf.torch_shape for leaf, name in named}
+    if order is None and {name: array.shape for name, array in arrays.items()} == own_shapes:
+        return named
     foreign: dict[str, _Shapes] = {}
     for name, array in arrays.items():
         layer, _, leaf_name = name.rpartition(".")
@@ -280,8 +290,10 @@ def _match(
         for name in fitting[1:]:
             if not _are_numbered(fitting[0], name):
                 raise UsageError(
-                    f"{path}: {layer} can be {fitting[0]} or {name}, which have equal shapes; give "
-                    "`layers`, the file's layers from the input to the output"
+                    f"{path}: {layer} can be {fitting[0]} or {name}, which have equal "
+                    "shapes; rename all layers in the file to the network's names, such as "
+                    f"{layer}, or read it with from_torch(..., layers=...), which says their "
+                    "order, and save the variables with to_torch"
                 )
         names.remove(fitting[0])
         pairs += [(leaf, f"{fitting[0]}.{leaf.torch_name}".lstrip(".")) for leaf in leaves]

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from fedjax_pfl.core import jaxprs, trees
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.jaxprs import Jaxpr, Var, inner_programs
 
 PyTree = Any
@@ -33,6 +34,32 @@ _REARRANGING = frozenset(
         "transpose",
     )
 )
+# Operations that keep the last axis of an array, unless they change its length or its place.
+_KEEPING_LAST_AXIS = frozenset(
+    (
+        "broadcast_in_dim",
+        "concatenate",
+        "dynamic_slice",
+        "expand_dims",
+        "gather",
+        "pad",
+        "reshape",
+        "slice",
+        "split",
+        "squeeze",
+        "transpose",
+    )
+)
+# Other operations whose results may have an operand's shape, but that are not elementwise.
+_NOT_ELEMENTWISE = frozenset(
+    ("cond", "dynamic_update_slice", "fft", "pallas_call", "scan", "sort", "while")
+)
+_NOT_ELEMENTWISE_PREFIXES = ("cum", "reduce_window", "scatter", "select_and")
+_PRODUCTS = ("conv_general_dilated", "dot_general")
+_REMEDY = (
+    "flatten them as [B, C, ...], with x.transpose(0, 3, 1, 2) before the reshape, or save in the "
+    "layout of Flax"
+)
 
 
 def layers_in_order(
@@ -57,9 +84,12 @@ class _Origin(NamedTuple):
     """Origin of an array in a network."""
 
     is_input: bool = False  # whether it depends on the network's input
-    layers: Labels = _NO_LABELS  # whose parameters it depends on, since the last product
-    channels: int = 1  # of the image that was flattened to it
+    # Whose parameters it holds; once it depends on the input, only while it is uniform.
+    layers: Labels = _NO_LABELS
+    channels: int = 1  # of the image that was flattened to its last axis
     same_order: bool = False  # whether PyTorch flattens it in the same order
+    is_uniform: bool = False  # whether it is constant on its last axis, but for its `layers`
+    reordered_by: str = ""  # operation after which a flattened image's order is unknown
 
 
 def flattened_channels(
@@ -69,7 +99,8 @@ def flattened_channels(
 
     An image transposed to [B, C, ...] is in PyTorch's order, and so are outputs [B, ..., C] of a
     dense layer, which reads and writes the last axis in PyTorch too. Arguments as for
-    `layers_in_order`.
+    `layers_in_order`. Raises UsageError for a layer that reads a flattened image after an
+    operation, such as a concatenation, that leaves its order in PyTorch unknown.
     """
     leaves = jax.tree_util.tree_leaves_with_path({"variables": variables})
     arguments = [_Origin(layers=Labels({trees.layer_name(path[1:])})) for path, _ in leaves]
@@ -77,10 +108,18 @@ def flattened_channels(
     closed, channels = jax.make_jaxpr(apply)(variables, x), dict[str, int]()
 
     def operation(eqn: Any, operands: Sequence[_Origin]) -> list[_Origin]:
+        results = [_result_origin(eqn, operands, out.aval.shape, dense) for out in eqn.outvars]
+        layers = _NO_LABELS.union(*(operand.layers for operand in operands))
+        reordered_by = next((r.reordered_by for r in results if r.reordered_by), "")
+        if layers and reordered_by:
+            raise UsageError(
+                f"{min(layers)} reads flattened images through {reordered_by}, after which their "
+                f"order in PyTorch is unknown; {_REMEDY}"
+            )
         count = max((operand.channels for operand in operands), default=1)
         if count > 1:
-            channels.update(dict.fromkeys(_NO_LABELS.union(*(o.layers for o in operands)), count))
-        return [_result_origin(eqn, operands, dense)] * len(eqn.outvars)
+            channels.update(dict.fromkeys(layers, count))
+        return results
 
     jaxprs.interpret(
         closed.jaxpr,
@@ -96,31 +135,132 @@ def _is_dense_kernel(path: tuple[Any, ...], leaf: Any) -> bool:
     return path[-1].key == "kernel" and len(leaf.shape) == 2
 
 
-def _result_origin(eqn: Any, operands: Sequence[_Origin], dense: Set[str]) -> _Origin:
-    """Returns the origin of the results of an equation from its operands' origins.
+def _result_origin(
+    eqn: Any, operands: Sequence[_Origin], after: tuple[int, ...], dense: Set[str]
+) -> _Origin:
+    """Returns the origin of a result of an equation from its operands' origins.
 
-    `dense` has the names of the dense layers.
+    `after` is the result's shape, `dense` has the names of the dense layers. Raises UsageError for
+    a flattened image that is combined with features in another order.
     """
-    name, is_input = eqn.primitive.name, any(operand.is_input for operand in operands)
-    if not is_input or name in ("conv_general_dilated", "dot_general"):
-        layers = _NO_LABELS.union(*(o.layers for o in operands if not is_input))
+    name, layers = eqn.primitive.name, _NO_LABELS.union(*(o.layers for o in operands))
+    if not any(operand.is_input for operand in operands):
+        return _Origin(layers=layers)
+    shapes = [variable.aval.shape for variable in eqn.invars]
+    is_flattened = any(operand.channels > 1 for operand in operands)
+    reordered_by = next((o.reordered_by for o in operands if o.reordered_by), "")
+    if name in _PRODUCTS:
+        if is_flattened and not _sums_flattened_axes(eqn, operands):
+            reordered_by = reordered_by or name
         products = _NO_LABELS.union(*(o.layers for o in operands if not o.is_input))
-        if products:
-            return _Origin(is_input, layers, same_order=is_input and products <= dense)
-        return _Origin(is_input, layers, same_order=any(o.same_order for o in operands))
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    if name == "reshape" and len(before) > 2 and after == (before[0], math.prod(before[1:])):
-        return _Origin(True, channels=1 if operands[0].same_order else before[-1])
-    equal_shaped = [o for v, o in zip(eqn.invars, operands, strict=True) if v.aval.shape == after]
-    same_order = any(operand.same_order for operand in equal_shaped)
+        same_order = products <= dense if products else any(o.same_order for o in operands)
+        return _Origin(is_input=True, same_order=same_order, reordered_by=reordered_by)
+    if reordered_by:
+        return _Origin(is_input=True, reordered_by=reordered_by)
+    before, first = shapes[0], operands[0]
+    if name == "reshape" and not is_flattened and _is_flattening(before, after):
+        # Repeated entries, as in GroupNorm, and images of one pixel are in PyTorch's order too.
+        has_one_order = first.same_order or first.is_uniform or math.prod(before[1:-1]) == 1
+        count = 1 if has_one_order else before[-1]
+        return _Origin(is_input=True, channels=count, is_uniform=first.is_uniform)
+
+    is_elementwise = _is_elementwise(name) and after in shapes
+    sources = []  # operands whose last axis becomes the last axis of the result
+    if is_elementwise or _keeps_last_axis(eqn, before, after):
+        count = len(operands) if is_elementwise or name == "concatenate" else 1
+        sources = list(zip(shapes, operands, strict=True))[:count]
+    elif is_flattened:
+        is_lost = not (_reduces_last_axis(eqn) or _is_image(before, after, first.channels))
+        return _Origin(is_input=True, reordered_by=name if is_lost else "")
+    varying = [
+        operand
+        for shape, operand in sources
+        if operand.is_input and not operand.is_uniform and shape[-1:] == after[-1:]
+    ]
+    channels = {operand.channels for operand in varying}
+    if len(channels) > 1:
+        if is_elementwise:
+            raise UsageError(
+                f"{name} combines a flattened image with features in another order, which "
+                f"PyTorch's weights cannot express; {_REMEDY}"
+            )
+        return _Origin(is_input=True, reordered_by=name)
+    same_order = any(
+        o.same_order for shape, o in zip(shapes, operands, strict=True) if shape == after
+    )
     if name == "transpose":
         same_order = eqn.params["permutation"] == (0, len(after) - 1, *range(1, len(after) - 1))
+    is_uniform = not varying if sources else name == "broadcast_in_dim"
     return _Origin(
         is_input=True,
-        layers=_NO_LABELS.union(*(operand.layers for operand in operands)),
-        channels=max((operand.channels for operand in equal_shaped), default=1),
+        layers=layers if is_uniform and sources else _NO_LABELS,
+        channels=max(channels, default=1),
         same_order=same_order,
+        is_uniform=is_uniform,
     )
+
+
+def _is_flattening(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Returns True if a reshape flattens all axes of images [B, ..., C] but the first."""
+    if len(before) < 3 or after[-1:] != (math.prod(before[1:]),):
+        return False
+    return len(after) <= 2 or before[0] > 1  # else, groups of channels of one pixel are joined
+
+
+def _is_image(before: tuple[int, ...], after: tuple[int, ...], channels: int) -> bool:
+    """Returns True if a reshape undoes the flattening of images [B, ..., channels]."""
+    return len(after) > 2 and after[0] == before[0] and after[-1] == channels
+
+
+def _is_elementwise(name: str) -> bool:
+    """Returns True if the result of an operation has the order of operands of its shape."""
+    others = _KEEPING_LAST_AXIS | _NOT_ELEMENTWISE
+    return name not in others and not name.startswith(_NOT_ELEMENTWISE_PREFIXES)
+
+
+def _reduces_last_axis(eqn: Any) -> bool:
+    """Returns True for a sum, maximum or the like over the last axis, which has no order then."""
+    axes = eqn.params.get("axes", ()) if eqn.primitive.name.startswith("reduce_") else ()
+    return len(eqn.invars[0].aval.shape) - 1 in axes
+
+
+def _keeps_last_axis(eqn: Any, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Returns True if the last axis of the first operand is the last one of the result.
+
+    `before` and `after` are their shapes.
+    """
+    name, params, last = eqn.primitive.name, eqn.params, len(before) - 1
+    if not before or before[-1:] != after[-1:]:
+        return False
+    if name == "transpose":
+        return bool(params["permutation"][-1] == last)
+    if name == "broadcast_in_dim":
+        return bool(params["broadcast_dimensions"][-1] == len(after) - 1)
+    if name == "gather":
+        numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+        is_collapsed = last in numbers.collapsed_slice_dims
+        offsets = numbers.offset_dims
+        return sizes[-1] == before[-1] and not is_collapsed and offsets[-1] == len(after) - 1
+    is_reduction = name.startswith("reduce_") and "axes" in params and not _reduces_last_axis(eqn)
+    return name in _KEEPING_LAST_AXIS or is_reduction
+
+
+def _sums_flattened_axes(eqn: Any, operands: Sequence[_Origin]) -> bool:
+    """Returns True if a product sums over all flattened images, so that no order is left.
+
+    The other factor is a kernel [features, outputs] or has the same order.
+    """
+    if eqn.primitive.name != "dot_general":
+        return False
+    (contracted, _), shapes = eqn.params["dimension_numbers"], [v.aval.shape for v in eqn.invars]
+    for i, operand in enumerate(operands):
+        other, last = operands[1 - i], len(shapes[i]) - 1
+        if operand.channels > 1:
+            is_kernel = len(shapes[1 - i]) == 2 or not other.layers
+            in_order = not other.is_input or other.channels == operand.channels
+            if last not in contracted[i] or not is_kernel or not in_order:
+                return False
+    return True
 
 
 def transposed_convolutions(

@@ -331,7 +331,10 @@ def _select_state(result: Result, best: bool) -> tuple[int, Any]:
     if not best:
         return result.round, result.state
     if result.best is None:
-        raise UsageError("there is no best round: the run had no validation examples to choose it")
+        reason = "the run had no validation examples to choose it"
+        if any(line["validation"] for line in result.metrics if line["phase"] == result.phase):
+            reason = "no evaluation of the last phase has finite validation scores of all clients"
+        raise UsageError(f"there is no best round: {reason}; export the last one")
     return result.metrics[-1]["best_round"], result.best
 
 

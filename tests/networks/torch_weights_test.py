@@ -140,6 +140,59 @@ def test_weights_give_the_outputs_of_pytorchs_layout_and_come_back_bit_for_bit(n
     assert_equal_bits(load_file(tmp_path / "w2"), renamed)
 
 
+class SecondFirst(nn.Module):
+    """Calls its layers, of equal shapes, in another order than that of their numbers."""
+
+    def setup(self):
+        self.fc1, self.fc2 = nn.Dense(4), nn.Dense(4)
+
+    def __call__(self, x, train=False):
+        return self.fc1(nn.relu(self.fc2(x)))
+
+
+MOBILENET = networks.MobileNet(outputs=3, width=0.25)
+
+
+@pytest.mark.parametrize(
+    ("network", "shape"),
+    [
+        (SecondFirst(), (4,)),
+        pytest.param(MOBILENET, (8, 8, 3), marks=pytest.mark.slow("105 layers")),
+    ],
+)
+def test_the_names_that_to_torch_writes_are_matched_exactly(network, shape, tmp_path):
+    variables = random_variables(network, shape)
+    torch_weights.to_torch(tmp_path / "w", network, variables, shape)
+    assert_equal_bits(torch_weights.from_torch(tmp_path / "w", network, shape), variables)
+    torch_weights.to_torch(tmp_path / "w2", network, variables, shape, like=tmp_path / "w")
+    assert_equal_bits(load_file(tmp_path / "w2"), load_file(tmp_path / "w"))
+
+
+def test_given_layers_take_precedence_over_equal_names(tmp_path):
+    variables = random_variables(SecondFirst(), (4,))
+    torch_weights.to_torch(tmp_path / "w", SecondFirst(), variables, (4,))
+    layers = ["fc1", "fc2"]
+    swapped = torch_weights.from_torch(tmp_path / "w", SecondFirst(), (4,), layers=layers)
+    fc1, fc2 = variables["params"]["fc1"], variables["params"]["fc2"]
+    assert_equal_bits(swapped, {"params": {"fc1": fc2, "fc2": fc1}})
+
+
+def test_a_file_whose_order_is_ambiguous_is_read_once_its_layers_are_renamed(tmp_path):
+    """Follows both remedies of the error."""
+    network, shape = networks.MLP(outputs=4, hidden=(4,)), (4,)
+    state = torch_weights.state_dict(network, variables := random_variables(network, shape), shape)
+    names = {"fc1": "b", "fc2": "a"}
+    renamed = {f"{names[name[:3]]}{name[3:]}": array for name, array in state.items()}
+    save_file(renamed, tmp_path / "theirs")
+    with pytest.raises(UsageError, match="fc1 can be a or b"):
+        torch_weights.from_torch(tmp_path / "theirs", network, shape)
+    save_file(state, tmp_path / "renamed")
+    start = torch_weights.from_torch(tmp_path / "theirs", network, shape, layers=["b", "a"])
+    torch_weights.to_torch(tmp_path / "converted", network, start, shape)
+    for file in ("renamed", "converted"):
+        assert_equal_bits(torch_weights.from_torch(tmp_path / file, network, shape), variables)
+
+
 PFLLIB = {"conv1.0": "conv1", "conv2.0": "conv2", "fc": "fc2", "fc1.0": "fc1"}
 FL_BENCH = {"base.conv1": "conv1", "base.conv2": "conv2", "base.fc1": "fc1", "classifier": "fc2"}
 
@@ -186,7 +239,11 @@ def test_layers_that_do_not_match_are_refused(tmp_path):
         for k in ("weight", "bias")
     }
     renamed["fc3.weight"] = weight
-    assert ": fc1 can be a or b, which have equal shapes; give `layers`" in message(renamed)
+    assert message(renamed) == (
+        ": fc1 can be a or b, which have equal shapes; rename all layers in the file to the "
+        "network's names, such as fc1, or read it with from_torch(..., layers=...), which says "
+        "their order, and save the variables with to_torch"
+    )
     assert " has the layers a, b, fc3; " in message(renamed, layers=["a", "b"])
     given = torch_weights.from_torch(path, network, shape, layers=["b", "a", "fc3"])
     assert_equal_bits(given, variables)
@@ -284,6 +341,27 @@ class Series(nn.Module):
     def __call__(self, x, train=False):
         x = nn.relu(nn.Dense(4, name="steps")(x))
         return nn.Dense(3, name="all")((x + nn.Dense(4, name="more")(x)).reshape(len(x), -1))
+
+
+def test_a_network_that_joins_flattened_images_is_refused_unless_channels_come_first():
+    class Branches(nn.Module):
+        permutation: tuple[int, ...]
+
+        @nn.compact
+        def __call__(self, x, train=False):
+            images = [nn.Conv(n, (1, 1), name=f"conv{n}")(x) for n in (3, 4)]
+            flat = [y.transpose(self.permutation).reshape(len(y), -1) for y in images]
+            return nn.Dense(2, name="fc")(jnp.concatenate(flat, -1))
+
+    with pytest.raises(UsageError, match=r"^fc reads flattened images through concatenate, "):
+        torch_weights.check_layers(Branches((0, 1, 2, 3)), SHAPE)
+    network = Branches((0, 3, 1, 2))
+    variables = random_variables(network, SHAPE)
+    layers = Layers(torch_weights.state_dict(network, variables, SHAPE))
+    x = RNG.normal(size=(3, *SHAPE)).astype(np.float32)
+    images = [layers.conv(np.moveaxis(x, -1, 1).astype(np.float64), f"conv{n}") for n in (3, 4)]
+    expected = layers.linear(np.concatenate([y.reshape(3, -1) for y in images], -1), "fc")
+    np.testing.assert_allclose(network.apply(variables, x), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow("programs of two networks")

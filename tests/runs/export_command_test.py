@@ -104,6 +104,9 @@ def test_models_of_the_best_round(finished, tmp_path):
     np.testing.assert_allclose(scores, scores_of_run(result, result.best)[1], rtol=2e-6)
     result, out = result._replace(best=None), tmp_path / "none"
     line = message(lambda: export.write_models(result, out, best=True))
+    assert line.startswith("there is no best round: no evaluation of the last phase has finite")
+    metrics = [{**metrics, "validation": None} for metrics in result.metrics]
+    line = message(lambda: export.write_models(result._replace(metrics=metrics), out, best=True))
     assert line.startswith("there is no best round: the run had no validation examples")
 
 

@@ -202,6 +202,15 @@ def test_models_in_the_layout_of_pytorch(tmp_path):
     assert export.describe(theirs) == {**export.describe(ours), "layout": "torch"}
 
 
+def test_names_of_pytorch_tell_layers_of_equal_shapes_apart(tmp_path):
+    """Blocks of MobileNet have several norms of equal shapes."""
+    sizes = {"shape": (8, 8, 1), "classes": 3, "examples": 30, "test_examples": 0}
+    options = {"synthetic": sizes, "mlp": {}, "mobilenet": {"width": 0.25}}
+    result = make_result(1, "fedavg", model="mobilenet", **options)
+    (path,) = export.write_models(result, tmp_path / "torch", [2], torch=True)
+    chex.assert_trees_all_equal(jax.device_get(export.load(path)[1]), result.state.server)
+
+
 @pytest.mark.parametrize(
     ("method", "line"),
     [
