@@ -3,6 +3,7 @@
 A task is made by a factory (outputs, *, **settings) -> Task; users can pass their own factory.
 """
 
+import keyword
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -128,20 +129,33 @@ def check_labels(name: str, y: Any) -> None:
         )
 
 
+def check_metric_names(name: str, task: Task) -> None:
+    """Raises UsageError unless the task `name` has metrics, with different names that are allowed.
+
+    A name becomes a column of tables and a field of the scores that `evaluate` returns.
+    """
+    if not task.metrics:
+        raise UsageError(f"{name} has no metric; the first one selects a run's best round")
+    names = [metric.name for metric in (*task.metrics, *task.optional_metrics)]
+    for metric_name in names:
+        is_name = re.fullmatch("[A-Za-z][A-Za-z0-9_]*", metric_name)
+        if not is_name or keyword.iskeyword(metric_name) or metric_name in ("loss", "examples"):
+            raise UsageError(
+                f"{name} has a metric called {metric_name!r}; use a letter and then letters, "
+                "digits and _; loss, examples and Python's keywords are reserved"
+            )
+    used = names[: len(task.metrics)]  # an optional metric that is chosen is in both lists
+    if repeated := [metric_name for metric_name in used if used.count(metric_name) > 1]:
+        raise UsageError(f"{name} has two metrics called {repeated[0]!r}; rename one")
+
+
 def check_task(name: str, task: Task, outputs: Any, y: Any) -> None:
     """Raises UsageError if the loss or a metric fails or returns other shapes than required.
 
     Of `outputs` and `y`, for the same examples, only shapes and dtypes are used.
     """
+    check_metric_names(name, task)
     n, all_metrics = outputs.shape[0], (*task.metrics, *task.optional_metrics)
-    if not task.metrics:
-        raise UsageError(f"{name} has no metric; the first one selects a run's best round")
-    for metric in all_metrics:
-        if not re.fullmatch("[A-Za-z0-9_]+", metric.name) or metric.name == "loss":
-            raise UsageError(
-                f"{name} has a metric called {metric.name!r}; use letters, digits and _, and not "
-                "loss, which is reserved"
-            )
     functions = {"loss": task.loss, **{metric.name: metric.update for metric in all_metrics}}
     for part, f in functions.items():
         try:

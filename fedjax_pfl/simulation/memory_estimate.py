@@ -113,7 +113,8 @@ def _operation_bytes(eqn: Any, output_bytes: int, uses: Counter[Any]) -> int:
     """
     is_loop, peak = eqn.primitive.name in ("while", "scan"), 0
     for inner in jaxprs.inner_programs(eqn):
-        operands = eqn.invars[-len(inner.invars) :]
+        # A branch without operands, such as of a cond on the round, has none.
+        operands = eqn.invars[max(0, len(eqn.invars) - len(inner.invars)) :]
         is_last = [isinstance(v, jaxprs.Literal) or uses[v] == 1 for v in operands]
         all_freed = is_loop or len(is_last) < len(inner.invars)
         is_freed = [True] * len(inner.invars) if all_freed else is_last

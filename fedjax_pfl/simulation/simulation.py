@@ -9,6 +9,7 @@
 `Simulation` holds compiled functions and no state: results depend on the arguments alone.
 """
 
+import operator
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from numbers import Integral
@@ -24,8 +25,8 @@ from fedjax_pfl.core.errors import UsageError, require, require_above, require_c
 from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.groups import group_algorithms
 from fedjax_pfl.core.randomness import PERSONAL, stage_key
-from fedjax_pfl.core.shape_check import check_outputs
-from fedjax_pfl.core.task import Task
+from fedjax_pfl.core.shape_check import check_outputs, check_shapes
+from fedjax_pfl.core.task import Task, check_metric_names
 from fedjax_pfl.core.trees import row
 from fedjax_pfl.simulation import execution_plan, records, summaries
 from fedjax_pfl.simulation.on_device import DeviceProgram
@@ -127,6 +128,7 @@ class Simulation:
         chunk: int | None = None,
     ) -> None:
         _check(method, data, store, sampling)
+        check_metric_names("the task", data.federation.task)
         require_count("clients_per_round", clients_per_round)
         is_seed = isinstance(seed, Integral) and 0 <= seed < 2**32  # JAX drops higher bits
         require(is_seed, f"seed is {seed!r}; it must be an integer from 0 to 2^32 - 1")
@@ -134,12 +136,15 @@ class Simulation:
         require_count("chunk", chunk)
         require(0 <= dropout <= 1, f"dropout is {dropout}; it is a probability, 0 to 1")
         require_above("max_update_norm", max_update_norm, 0)
-        is_folder = store != "disk" or folder is None or Path(folder).is_dir()
+        require(folder is None or store == "disk", "folder is for store='disk'; leave it out")
+        is_folder = folder is None or Path(folder).is_dir()
         require(is_folder, f"folder {folder} does not exist; create it, or leave folder out")
         self.method = method
         self.examples: FederatedData = data.examples
         self.federation: Federation = data.federation
         check_outputs("the method", method, self.federation, self.examples)
+        if store in OFF_DEVICE and method.offload:  # it may read these rows by few functions only
+            check_shapes("the method", method, self.federation, self.examples)
         clients = self.federation.clients
         active = int(self.federation.active.sum())
         cohort = active if clients_per_round is None else clients_per_round
@@ -191,15 +196,14 @@ class Simulation:
 
         Uses up `state`, as `run_round` does.
         """
-        if n < 1:
-            raise UsageError(f"n must be at least 1, got {n}")
-        program = self._program(n)
+        require_count("n", n)
+        t, program = _round_number(t), self._program(n)
         state, logs = program.run(program.enter(self._from_any_store(state)), t, n)
         return state, [round_log(logs, r) for r in range(n)]
 
     def evaluate(self, state: State, t: int) -> Evaluation:
         """Scores every client's personal model as of round `t`."""
-        program, task = self._program(1), self.federation.task
+        t, program, task = _round_number(t), self._program(1), self.federation.task
         scores = program.evaluate(program.enter(self._from_any_store(state)), t)
         return Evaluation(
             before=_scores(scores.before, task),
@@ -221,7 +225,7 @@ class Simulation:
             raise UsageError(f"personal_model needs store='device', and store is {self._store!r}")
         if not 0 <= client < self.federation.clients:
             raise UsageError(f"client is {client}; choose 0 to {self.federation.clients - 1}")
-        program = self._program(1)
+        t, program = _round_number(t), self._program(1)
         state = program.enter(self._from_any_store(state))
         has_groups = isinstance(self.method.send, tuple)
         group = int(self.federation.groups[client]) if has_groups else 0
@@ -256,6 +260,16 @@ class Simulation:
                 folder=self._folder,
             )
         return self._programs[rounds]
+
+
+def _round_number(t: Any) -> int:
+    """Returns the number of a round as an int; raises UsageError if it is none."""
+    try:
+        number = operator.index(t)
+    except TypeError:
+        number = -1
+    require(number >= 0, f"t is {t!r}; it must be the number of a round: 0, 1, ...")
+    return number
 
 
 def _check(method: Any, data: Any, store: str, sampling: str) -> None:

@@ -25,6 +25,7 @@ def wide(x):
         (lambda x: x + 1, [KIB], 2),  # input and output
         (lambda x: x * 2 + x * 3, [KIB], 3),  # x and both products
         (lambda x: (x * 2) * 3, [KIB], 2),
+        (lambda x: x * jax.lax.cond(x[0] < 1, lambda: 0.1, lambda: 0.2), [KIB], 2),
         (lambda x, y: x + y, [KIB, KIB], 3),
         (lambda x: wide(x).sum(), [KIB], 257),
         # An update is in place only if the old value is not used again.

@@ -315,7 +315,7 @@ def test_clients_without_examples_have_no_score(method, data):
         (Simulation, (), {"step_seconds": "slow"}, "step_seconds is 'slow'; it must be a number"),
         (Simulation, (), {"step_seconds": 1, "bandwidth": 0}, "bandwidth is 0; it must be a numb"),
         (Simulation, (), {"step_seconds": 1, "deadline": [1] * 4}, "deadline has shape [4]; give"),
-        (Simulation.run_rounds, (None, 0, 0), {}, "n must be at least 1, got 0"),
+        (Simulation.run_rounds, (None, 0, 0), {}, "n is 0; it must be an integer, at least"),
         (Simulation.personal_model, (None, 4), {}, "client is 4; choose 0 to 3"),
         (
             Simulation.personal_model,
