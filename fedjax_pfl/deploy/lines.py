@@ -1,6 +1,9 @@
 """Escaped lines for logs and terminals, which may quote text from other machines."""
 
 import sys
+from collections.abc import Callable, Sequence
+
+from fedjax_pfl.core.errors import UsageError
 
 MAX_LENGTH = 1000
 
@@ -20,3 +23,14 @@ def one_line(text: str) -> str:
 def to_stderr(line: str) -> None:
     """Prints one escaped line."""
     print(one_line(line), file=sys.stderr, flush=True)
+
+
+def run_command(main: Callable[[Sequence[str]], None]) -> None:
+    """Calls `main` with the arguments of this process, which ends with 2 if they are wrong."""
+    try:
+        main(sys.argv[1:])
+    except UsageError as wrong:
+        print(f"error: {wrong}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

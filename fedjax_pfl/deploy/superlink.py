@@ -14,6 +14,7 @@ from typing import Any
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import flower_version
+from fedjax_pfl.deploy.lines import run_command
 
 _FOR_NODES = "/v1/fleet/"  # paths of the requests that Flower checks the keys of nodes for
 _ADDED = ("--enable-supernode-auth", "--disable-runtime-dependency-installation")
@@ -79,8 +80,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UsageError as wrong:
-        print(f"error: {wrong}", file=sys.stderr)
-        sys.exit(2)
+    run_command(main)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import flower_version
+from fedjax_pfl.deploy.lines import run_command
 from fedjax_pfl.deploy.node_app import FOLDER
 
 _COMMANDS = "commands"
@@ -76,8 +77,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UsageError as wrong:
-        print(f"error: {wrong}", file=sys.stderr)
-        sys.exit(2)
+    run_command(main)

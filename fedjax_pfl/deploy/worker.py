@@ -3,7 +3,6 @@
 python -m fedjax_pfl.deploy.worker FOLDER NODE.json
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import jax
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import node_file
-from fedjax_pfl.deploy.lines import to_stderr
+from fedjax_pfl.deploy.lines import run_command, to_stderr
 from fedjax_pfl.deploy.node import Node, respond
 from fedjax_pfl.deploy.node_app import node_pipe
 
@@ -48,10 +47,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UsageError as wrong:
-        print(f"error: {wrong}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_command(main)
