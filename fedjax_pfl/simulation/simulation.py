@@ -252,10 +252,12 @@ class Simulation:
         if self._store in OFF_DEVICE:
             rounds = 1  # such programs run one round per call
         if rounds not in self._programs:
+            # Examples that are on the devices already are not copied again.
+            earlier = next(iter(self._programs.values()), None)
             self._programs[rounds] = make_program(
                 round_functions(self.method, self.federation, max_rounds=rounds, **self._settings),
                 self._key,
-                self.examples,
+                self.examples if earlier is None else earlier.data,
                 store=self._store,
                 folder=self._folder,
             )
