@@ -30,14 +30,14 @@ def check_used(
 
     A setting of a component that is not selected is an error even at its default. A setting that
     depends on another one is an error only if it differs from its default, so the whole
-    configuration of a run can be given again. So is a setting that all phases set, except `rounds`,
-    which is often their sum. Settings of a preset are not checked: `changes` are those that the
-    user gave, nested as in Python. A tuning run has a configuration per method.
+    configuration of a run can be given again. So is a setting that all phases set. Settings of a
+    preset are not checked: `changes` are those that the user gave, nested as in Python. A tuning
+    run has a configuration per method.
     """
     check_used_in_any(changes, configs, registry)
-    for name in sorted(
-        changes.keys() & SETTINGS.keys() - {"rounds"}
-    ):  # those of a run of one phase
+    # `rounds` is often their sum, and a user-defined component is given as the setting of its kind.
+    checked = changes.keys() & SETTINGS.keys() - {"rounds", *registry._fields}
+    for name in sorted(checked):
         is_overridden = all(c.phases and all(name in p for p in c.phases) for c in configs)
         if is_overridden and changes[name] != SETTINGS[name].default_value:
             raise UsageError(
