@@ -108,8 +108,6 @@ def _set_rounds(config: ConfigDict, rounds: int, registry: Registry) -> None:
     Raises UsageError if that needs more rounds.
     """
     old = [n for n, _ in cohorts(config, registry)]
-    if sum(old) == rounds:
-        return
     new = [max(1, round(rounds * n / sum(old))) for n in old[:-1]]
     if sum(new) >= rounds:
         raise UsageError(
