@@ -34,7 +34,7 @@ _MAX_LISTED = 4  # settings in a message
 # Settings of the method, or without effect on the scores before local training.
 _IGNORED = {"algorithm", "phases", *TRANSFORM_SETTINGS, *SETTING_GROUPS["Evaluation"]}
 _IGNORED -= {"evaluate_clients", *ATTACK.settings}
-_OTHER_TRANSFORMS = TRANSFORM_SETTINGS.keys() - ATTACK.settings.keys()
+_TRANSFORMS_WITHOUT_ATTACK = TRANSFORM_SETTINGS.keys() - ATTACK.settings.keys()
 STAGES = {"before": "As served", "after": "After one more local training"}
 
 
@@ -147,7 +147,9 @@ def find(run: Run) -> dict[str, Run]:
             reference_settings |= {"seed": config.get("seed")}
             if reference_settings.get("phases") or work(reference_settings) != run_work:
                 continue
-            if any(reference_settings[name] != defaults[name] for name in _OTHER_TRANSFORMS):
+            if any(
+                reference_settings[name] != defaults[name] for name in _TRANSFORMS_WITHOUT_ATTACK
+            ):
                 continue  # such as FedAvg with noise, which is no baseline
             reference = comparison.read(path)
         except UsageError:

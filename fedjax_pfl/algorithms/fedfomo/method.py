@@ -201,7 +201,7 @@ def fedfomo(
         traffic=traffic,
         observe=observe,
         offload=("models",),
-        kept_change=1.0,  # of the server's copy only the share s of the own model is in the start
+        kept_change=1.0,  # if no weight is positive, the next start is the client's own model
     )
 
 
