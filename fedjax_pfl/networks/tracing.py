@@ -55,6 +55,11 @@ _NOT_ELEMENTWISE = frozenset(
     ("cond", "dynamic_update_slice", "fft", "pallas_call", "scan", "sort", "while")
 )
 _NOT_ELEMENTWISE_PREFIXES = ("cum", "reduce_window", "scatter", "select_and")
+# Orders of an array's axes in PyTorch.
+_LAST = "channels last"  # an image [B, ..., C], which PyTorch has as [B, C, ...]
+_FIRST = "channels first"  # an image that is transposed to PyTorch's order
+_SAME = "same"  # a dense layer's outputs, or an image without channels
+_DIVIDED = "divided"  # the same, but one axis of a dense layer's outputs became several
 _PRODUCTS = ("conv_general_dilated", "dot_general")
 _REMEDY = (
     "flatten them as [B, C, ...], with x.transpose(0, 3, 1, 2) before the reshape, or save in the "
@@ -87,7 +92,7 @@ class _Origin(NamedTuple):
     # Whose parameters it holds; once it depends on the input, only while it is uniform.
     layers: Labels = _NO_LABELS
     channels: int = 1  # of the image that was flattened to its last axis
-    same_order: bool = False  # whether PyTorch flattens it in the same order
+    axes: str = _LAST  # order of its axes in PyTorch
     is_uniform: bool = False  # whether it is constant on its last axis, but for its `layers`
     reordered_by: str = ""  # operation after which a flattened image's order is unknown
 
@@ -99,8 +104,8 @@ def flattened_channels(
 
     An image transposed to [B, C, ...] is in PyTorch's order, and so are outputs [B, ..., C] of a
     dense layer, which reads and writes the last axis in PyTorch too. Arguments as for
-    `layers_in_order`. Raises UsageError for a layer that reads a flattened image after an
-    operation, such as a concatenation, that leaves its order in PyTorch unknown.
+    `layers_in_order`. Raises UsageError for a layer that reads an image after an operation, such as
+    a concatenation of flattened images, that leaves its order in PyTorch unknown.
     """
     leaves = jax.tree_util.tree_leaves_with_path({"variables": variables})
     arguments = [_Origin(layers=Labels({trees.layer_name(path[1:])})) for path, _ in leaves]
@@ -113,8 +118,8 @@ def flattened_channels(
         reordered_by = next((r.reordered_by for r in results if r.reordered_by), "")
         if layers and reordered_by:
             raise UsageError(
-                f"{min(layers)} reads flattened images through {reordered_by}, after which their "
-                f"order in PyTorch is unknown; {_REMEDY}"
+                f"{min(layers)} reads images through {reordered_by}, after which their order in "
+                f"PyTorch is unknown; {_REMEDY}"
             )
         count = max((operand.channels for operand in operands), default=1)
         if count > 1:
@@ -153,18 +158,23 @@ def _result_origin(
         if is_flattened and not _sums_flattened_axes(eqn, operands):
             reordered_by = reordered_by or name
         products = _NO_LABELS.union(*(o.layers for o in operands if not o.is_input))
-        same_order = products <= dense if products else any(o.same_order for o in operands)
-        return _Origin(is_input=True, same_order=same_order, reordered_by=reordered_by)
+        is_dense = products <= dense if products else any(o.axes != _LAST for o in operands)
+        if name != "dot_general" and any(o.axes == _DIVIDED for o in operands):
+            reordered_by = "reshape"
+        axes = _SAME if is_dense else _LAST
+        return _Origin(is_input=True, axes=axes, reordered_by=reordered_by)
     if reordered_by:
         return _Origin(is_input=True, reordered_by=reordered_by)
     before, first = shapes[0], operands[0]
     if name == "reshape" and not is_flattened and _is_flattening(before, after):
         # Repeated entries, as in GroupNorm, and images of one pixel are in PyTorch's order too.
-        has_one_order = first.same_order or first.is_uniform or math.prod(before[1:-1]) == 1
-        count = 1 if has_one_order else before[-1]
-        return _Origin(is_input=True, channels=count, is_uniform=first.is_uniform)
+        has_one_order = first.axes != _LAST or first.is_uniform or math.prod(before[1:-1]) == 1
+        axes, count = (_SAME, 1) if has_one_order else (_LAST, before[-1])
+        return _Origin(is_input=True, channels=count, axes=axes, is_uniform=first.is_uniform)
+    if name.startswith("reduce_window") and first.axes == _DIVIDED:
+        return _Origin(is_input=True, reordered_by="reshape")
 
-    is_elementwise = _is_elementwise(name) and after in shapes
+    is_elementwise = _is_elementwise(name) and _broadcast(shapes) == after
     sources = []  # operands whose last axis becomes the last axis of the result
     if is_elementwise or _keeps_last_axis(eqn, before, after):
         count = len(operands) if is_elementwise or name == "concatenate" else 1
@@ -185,19 +195,47 @@ def _result_origin(
                 f"PyTorch's weights cannot express; {_REMEDY}"
             )
         return _Origin(is_input=True, reordered_by=name)
-    same_order = any(
-        o.same_order for shape, o in zip(shapes, operands, strict=True) if shape == after
-    )
-    if name == "transpose":
-        same_order = eqn.params["permutation"] == (0, len(after) - 1, *range(1, len(after) - 1))
     is_uniform = not varying if sources else name == "broadcast_in_dim"
     return _Origin(
         is_input=True,
         layers=layers if is_uniform and sources else _NO_LABELS,
         channels=max(channels, default=1),
-        same_order=same_order,
+        axes=_axes(eqn, operands, after),
         is_uniform=is_uniform,
     )
+
+
+def _axes(eqn: Any, operands: Sequence[_Origin], after: tuple[int, ...]) -> str:
+    """Returns the order of the axes of a result that is neither a product nor flattened.
+
+    `after` is the result's shape. Operands with another number of axes than the result, such as
+    the bias of a layer, do not count unless they come first.
+    """
+    name, axes, shapes = eqn.primitive.name, operands[0].axes, [v.aval.shape for v in eqn.invars]
+    before = shapes[0]
+    if name == "transpose":
+        permutation, others = eqn.params["permutation"], range(1, len(after))
+        if axes == _LAST and permutation == (0, len(after) - 1, *others[:-1]):
+            return _FIRST
+        return _LAST if axes == _FIRST and permutation == (0, *others[1:], 1) else axes
+    if len(after) <= 2 < len(before):
+        return _SAME
+    if len(after) < len(before):
+        has_lost_channels = before[-1] == 1 != after[-1] or _reduces_last_axis(eqn)
+        return _SAME if has_lost_channels or axes == _DIVIDED else axes
+    if len(after) > len(before) and before[-1:] != after[-1:] and axes != _FIRST:
+        is_divided = axes != _LAST and after[-1] > 1
+        return _DIVIDED if is_divided else _LAST
+    counted = [
+        operand.axes
+        for shape, operand in zip(shapes, operands, strict=True)
+        if operand.is_input and not operand.is_uniform and len(shape) == len(after)
+    ]
+    if name.startswith("reduce_window") and axes == _SAME:
+        return _LAST
+    # Images [B, H, W, C] decide, because PyTorch transposes what is added to them.
+    first_kind = _LAST if len(after) > 2 else _SAME
+    return first_kind if first_kind in counted else (*counted, axes)[0]
 
 
 def _is_flattening(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
@@ -212,8 +250,16 @@ def _is_image(before: tuple[int, ...], after: tuple[int, ...], channels: int) ->
     return len(after) > 2 and after[0] == before[0] and after[-1] == channels
 
 
+def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Returns the shape that `shapes` broadcast to; None if they do not."""
+    try:
+        return np.broadcast_shapes(*shapes)
+    except ValueError:
+        return None
+
+
 def _is_elementwise(name: str) -> bool:
-    """Returns True if the result of an operation has the order of operands of its shape."""
+    """Returns True if the result of an operation has the order of its operands."""
     others = _KEEPING_LAST_AXIS | _NOT_ELEMENTWISE
     return name not in others and not name.startswith(_NOT_ELEMENTWISE_PREFIXES)
 

@@ -26,6 +26,14 @@ def dense(x, features=5, name="dense"):
     return nn.Dense(features, name=name)(x)
 
 
+def gate(x, features=4):
+    return dense(x.mean((1, 2)), features, "gate")
+
+
+def pool(x, window):
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, window, "VALID")
+
+
 def norm(x, train=False):
     return nn.BatchNorm(not train, name="norm")(x)
 
@@ -110,6 +118,27 @@ def test_operations_that_keep_the_order_of_a_flattened_image(name):
         (lambda x: dense(jnp.einsum("bi,ci->bc", flat(y := conv(x)), flat(2 * y))), {}),
         (lambda x: dense(flat(conv(x)).mean(-1, keepdims=True)), {}),
         (lambda x: conv(flat(conv(x)).reshape(*x.shape[:-1], 4), 3, "second"), {}),
+        # An image that is transposed and then pooled, cut or padded; and transposed back.
+        (lambda x: dense(flat(pool(conv(x).transpose(0, 3, 1, 2), (1, 1, 2, 1)))), {}),
+        (lambda x: dense(flat(conv(x).transpose(0, 3, 1, 2).max(2)[..., 1:])), {}),
+        (lambda x: dense(flat(conv(x).transpose(0, 3, 1, 2).reshape(1, 4, -1))), {}),
+        (lambda x: dense(flat(conv(x).transpose(0, 3, 1, 2).transpose(0, 2, 3, 1))), {"dense": 4}),
+        # An image without channels.
+        (lambda x: dense(flat(conv(x).max(-1))), {}),
+        (lambda x: dense(flat(conv(x, 1)[..., 0])), {}),
+        # A dense layer's outputs.
+        (lambda x: dense(flat(dense(x, 4, "pixels"))), {}),
+        (lambda x: dense(flat(nn.LayerNorm(name="norm")(dense(x, 4, "pixels")))), {}),
+        (lambda x: dense(flat(conv(x) + dense(x, 4, "pixels"))), {"dense": 4}),
+        (lambda x: dense(flat(pool(dense(x, 4, "pixels"), (1, 2, 1, 1)))), {"dense": 4}),
+        (lambda x: dense(flat(conv(x) * gate(x)[:, None, None])), {"dense": 4}),
+        (
+            lambda x: dense(flat(conv(x) * conv(x.mean(-1, keepdims=True), 1, "a"))),
+            {"dense": 4},
+        ),
+        (lambda x: dense(flat(nn.relu(gate(x, 24).reshape(1, 2, 3, 4)))), {}),
+        (lambda x: dense(flat(gate(x, 24).reshape(1, 2, 3, 4).max(-1))), {}),
+        (lambda x: dense(flat(conv(gate(x)[:, None, None]))), {}),
     ],
 )
 def test_layers_that_read_a_flattened_image(forward, expected):
@@ -140,7 +169,7 @@ LOSES_ORDER = {
 @pytest.mark.parametrize("name", LOSES_ORDER)
 def test_a_flattened_image_that_is_rearranged_is_refused(name):
     operation = name.split()[0]
-    line = f"^dense reads flattened images through {operation}, .* unknown; flatten them as"
+    line = f"^dense reads images through {operation}, .* unknown; flatten them as"
     with pytest.raises(UsageError, match=line):
         flattened_channels(lambda x: dense(LOSES_ORDER[name](flat(conv(x)), x)))
     # Outputs that no parameter reads may have any order.
@@ -148,12 +177,41 @@ def test_a_flattened_image_that_is_rearranged_is_refused(name):
 
 
 def test_norms_and_convolutions_of_rearranged_images_are_refused():
-    with pytest.raises(UsageError, match=r"^norm reads flattened images through concatenate"):
+    with pytest.raises(UsageError, match=r"^norm reads images through concatenate"):
         flattened_channels(lambda x: norm(jnp.concatenate([flat(conv(x)), flat(x)], -1)))
-    with pytest.raises(UsageError, match=r"^norm reads flattened images through reshape"):
+    with pytest.raises(UsageError, match=r"^norm reads images through reshape"):
         flattened_channels(lambda x: nn.GroupNorm(4, name="norm")(flat(conv(x))))
-    with pytest.raises(UsageError, match=r"^second reads flattened images through conv_general"):
+    with pytest.raises(UsageError, match=r"^second reads images through conv_general"):
         flattened_channels(lambda x: nn.Conv(3, (1,), name="second")(flat(conv(x))[:, None]))
+
+
+def test_outputs_of_a_dense_layer_that_become_an_image_are_refused():
+    """PyTorch's view makes other channels of them."""
+    with pytest.raises(UsageError, match=r"^conv reads images through reshape, .* is unknown"):
+        flattened_channels(lambda x: conv(gate(x, 24).reshape(1, 2, 3, 4)))
+    with pytest.raises(UsageError, match=r"^dense reads images through reshape, .* is unknown"):
+        flattened_channels(
+            lambda x: dense(flat(pool(gate(x, 24).reshape(1, 2, 3, 4), (1, 2, 1, 1))))
+        )
+
+
+def test_inputs_that_become_an_image_are_allowed():
+    def forward(x):
+        return dense(flat(conv(x.reshape(-1, 2, 4, 3))))
+
+    assert flattened_channels(forward, (1, 24)) == {"dense": 4}
+
+
+def attention(x):
+    """Reads the flattened steps [B, T·8] of one layer of a transformer."""
+    query, key, value = (dense(x, 8, name).reshape(*x.shape[:2], 2, 4) for name in "qkv")
+    weights = nn.softmax(jnp.einsum("bthd,bshd->bhts", query, key))
+    heads = jnp.einsum("bhts,bshd->bthd", weights, value).reshape(*x.shape[:2], 8)
+    return dense(flat(nn.LayerNorm(name="norm")(heads + dense(heads, 8, "mlp"))))
+
+
+def test_heads_of_attention_have_the_same_order():
+    assert flattened_channels(attention, (1, 6, 8)) == {}
 
 
 @pytest.mark.parametrize(
