@@ -7,6 +7,7 @@ import numpy as np
 from fedjax_pfl.data.numbers import rows_by_id
 
 Ints = np.ndarray  # an array of integers
+_GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples modulo 1 are spread evenly
 _TINY = 1e-12  # keeps a class selectable if its Dirichlet weight has underflowed to zero
 
 
@@ -40,9 +41,13 @@ def scale_counts(counts: Ints, totals: Ints, new_totals: Ints) -> Ints:
     """Scales counts [N, C] from `totals` [C] to `new_totals` [C] in exact integer arithmetic.
 
     Totals are numbers of examples of each class, `counts` those on each client, which add up to at
-    most `totals`. Returns int [N, C]; a column that adds up to its total adds up to its new total.
+    most `totals`. Cumulative sums over clients are rounded, each class with an offset of its own:
+    otherwise the same clients would get one example less of every class.
+    Returns int [N, C]; a column that adds up to its total adds up to its new total.
     """
-    bounds = np.cumsum(counts, 0, dtype=np.int64) * new_totals // np.maximum(totals, 1)
+    totals = np.maximum(totals, 1)
+    offsets = (np.arange(len(totals)) * _GOLDEN_RATIO % 1 * totals).astype(np.int64)
+    bounds = (np.cumsum(counts, 0, dtype=np.int64) * new_totals + offsets) // totals
     return np.diff(bounds, axis=0, prepend=0)
 
 

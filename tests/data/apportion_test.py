@@ -18,7 +18,17 @@ def test_round_shares_rounds_cumulative_sums():
 def test_scale_counts_is_exact():
     counts = np.array([[2, 0], [4, 3]])
     scaled = apportion.scale_counts(counts, np.array([6, 6]), np.array([3, 5]))
-    np.testing.assert_array_equal(scaled, [[1, 0], [2, 2]])  # half of 5, rounded down
+    # Halves of 2, 6 and 3 times 5, the last one rounded after an offset of 3/6.
+    np.testing.assert_array_equal(scaled, [[1, 0], [2, 3]])
+
+
+def test_scaled_counts_of_a_client_are_even_over_its_classes():
+    """200 clients with 2 or 3 of 500 examples of each of 100 classes share 100 for testing."""
+    counts = apportion.round_robin(np.full(100, 500), 200)
+    scaled = apportion.scale_counts(counts, np.full(100, 500), np.full(100, 100))
+    np.testing.assert_array_equal(scaled.sum(0), 100)
+    assert (scaled >= 0).all()
+    assert 48 <= scaled.sum(1).min() <= scaled.sum(1).max() <= 52
 
 
 def test_largest_remainder():
