@@ -9,7 +9,7 @@ from fedjax_pfl.core.errors import UsageError, require_one_of
 from fedjax_pfl.data import labels
 from fedjax_pfl.data.dataset import PADDING, Dataset, Normalisation, number_owners
 from fedjax_pfl.data.numbers import as_float
-from fedjax_pfl.data.tables import Table
+from fedjax_pfl.data.tables import Table, is_number
 from fedjax_pfl.data.tokens import KINDS, encode_texts
 
 LABEL_KINDS, CATEGORIES = ("auto", "class", "number"), ("onehot", "index")
@@ -74,7 +74,7 @@ def table_dataset(source: str, tables: tuple[Table, Table | None], roles: Roles)
         parts = [_class_names(t, column, part) for t, part in zip(files, parts, strict=True)]
         return _join(files, column, parts)
 
-    parts = [table.column(roles.label, f"{source}.label") for table in files]
+    parts = _label_columns(source, roles, files)
     y, outputs, label_metadata = _labels(
         source, roles, files, parts, _join(files, roles.label, parts)
     )
@@ -116,6 +116,16 @@ def table_dataset(source: str, tables: tuple[Table, Table | None], roles: Roles)
         normalise=_normalisation(roles, is_number, y),
         metadata={**label_metadata, **input_metadata},
     )
+
+
+def _label_columns(source: str, roles: Roles, files: Sequence[Table]) -> list[np.ndarray]:
+    """Returns the label column of each table: as text if label_kind is class and it has any."""
+    setting = f"{source}.label"
+    for table in files:
+        table.require_column(roles.label, setting)
+    cells = [table.cells(roles.label) for table in files if table.cells]
+    as_text = roles.label_kind == "class" and not all(is_number(c) for part in cells for c in part)
+    return [table.column(roles.label, setting, as_text=as_text) for table in files]
 
 
 def _join(files: Sequence[Table], column: str, parts: list[np.ndarray]) -> np.ndarray:

@@ -84,8 +84,8 @@ def arrays(
 
     Args:
       x: Inputs [examples, ...], also mapped from a file. Images have channels last. uint8 is scaled
-        to [0, 1] unless `scale` is given. Other integers, such as tokens, stay integers. Real
-        numbers become float32.
+        to [0, 1] unless `scale` is given. Other integers, and inputs of labels [examples,
+        positions], are tokens and stay integers. Real numbers become float32.
       y: Labels, whose type decides the task. Integer classes have shape [examples], or [examples,
         positions] with -1 for no label, such as next tokens. Real targets have shape [examples,
         targets], or [examples] for one target. Booleans have shape [examples, labels].
@@ -125,13 +125,16 @@ def arrays(
     if x_test is not None and y_test is not None:
         test = (x_test, y_test)
         x_test, y_test = _check_examples(f"{name} (test)", test, (x, y), outputs, owners_test)
+    if x.ndim == y.ndim == 2 and is_integer and x.dtype == np.uint8:  # tokens
+        x_train = x_train.astype(np.int32)
+        x_test = None if x_test is None else x_test.astype(np.int32)
     if scale is None and shift is None and x_train.dtype == np.uint8:
         scale = 1 / 255
     if scale is not None or shift is not None:
         scale = checks.constant(name, "scale", 1 if scale is None else scale, x.shape[1:])
         shift = checks.constant(name, "shift", 0 if shift is None else shift, x.shape[1:])
     if coarse is not None:
-        groups = np.unique(coarse := np.asarray(coarse))
+        groups = np.unique(coarse := _to_array(name, "coarse", coarse))
         is_range = coarse.dtype.kind in "iu" and np.array_equal(groups, np.arange(len(groups)))
         if coarse.shape != (outputs,) or not is_range:
             raise UsageError(f"{name}: coarse must number the superclass of each class from 0")

@@ -8,6 +8,7 @@ of a source that has no argument `sample_rows`.
 
 import inspect
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from fedjax_pfl.data import (
     tfds_images,
 )
 from fedjax_pfl.data.dataset import DataDir, Dataset, subset
-from fedjax_pfl.data.request import check_name, check_setting_names
+from fedjax_pfl.data.request import check_name, check_setting_names, check_setting_types
 
 Source = Callable[..., Dataset]
 SOURCES: dict[str, Source] = {
@@ -80,10 +81,11 @@ def load(
     sources = sources or SOURCES
     kind, _, path = name.partition(":")
     check_name("dataset", kind, sources)
-    if not 0 < fraction <= 1:
+    if not isinstance(fraction, Real) or not 0 < fraction <= 1:
         raise UsageError(f"fraction={fraction} must be greater than 0 and at most 1")
     check_setting_names(f"dataset {kind}", settings, source_settings(kind, sources))
     source = sources[kind]
+    check_setting_types(kind, source, settings)
     parameters = inspect.signature(source).parameters
     if "path" in parameters and not path:
         raise UsageError(f"dataset {kind} needs a path: write {kind}:PATH")
@@ -103,7 +105,10 @@ def load(
     available = {"path": path, "data_dir": data_dir, "sample_rows": sample_rows}
     arguments = {key: value for key, value in available.items() if key in parameters}
     dataset = source(**arguments, **settings)
-    return dataset if "sample_rows" in parameters else subset(dataset, sample_rows)
+    dataset = dataset if "sample_rows" in parameters else subset(dataset, sample_rows)
+    if not len(dataset.x_train):
+        raise UsageError(f"fraction={fraction} leaves no training examples; use a larger fraction")
+    return dataset
 
 
 def require_available(name: str, data_dir: DataDir = None) -> None:

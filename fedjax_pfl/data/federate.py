@@ -236,11 +236,12 @@ def _split_before_partition(
     else:
         use[rng.permutation(len(use))[: round(test_fraction * len(use))]] = _TEST
     rows = np.flatnonzero(use == _TRAIN)
+    name = "validation_fraction" if number is None else "validation_examples"
     if number is None:
         number = round(validation_fraction * (len(rows) if split == "official" else len(use)))
     if not 0 <= number < len(rows):
         raise UsageError(
-            f"validation_examples={number} must lie between 0 and {len(rows) - 1}, to leave "
+            f"{name} asks for {number} validation examples; use 0 to {len(rows) - 1}, to leave "
             "something to train on"
         )
     use[rng.choice(rows, number, replace=False)] = _VALIDATION

@@ -12,6 +12,7 @@ from fedjax_pfl.data.tables import Table
 
 MOST_CLASSES = 10_000_000
 _DISTINCT_LIMIT = 100  # a label column with more distinct integers may hold measurements
+_MISSING = ("?", "na", "n/a", "nan", "null")  # in lower case
 _INTEGER = re.compile(r"[+-]?\d+")
 
 
@@ -46,10 +47,18 @@ def number_classes(
     """Numbers the distinct labels of `y` [rows] from 0, in ascending order.
 
     Returns class numbers, int32 [rows], and the label of each number as text.
-    With the `kind` auto, raises UsageError if integers have too many values for classes.
+    Raises UsageError for text that stands for a missing value, and, with the `kind` auto, if
+    integers have too many values for classes.
     `label` is the name of the column, and `setting` the name of the setting for the kind.
     """
     classes, numbers = np.unique(y, return_inverse=True)
+    for n, text in enumerate(classes if y.dtype.kind == "U" else ()):
+        if text.lower() in _MISSING:
+            rows = np.flatnonzero(numbers == n)
+            raise UsageError(
+                f"{name}: column {label!r} has {str(text)!r} in {len(rows)} rows, the first is row "
+                f"{rows[0] + 1}, as if it were missing; remove these rows, or spell the class out"
+            )
     is_large = len(classes) > max(_DISTINCT_LIMIT, len(y) // 100)
     if y.dtype.kind in "iu" and kind == "auto" and is_large:
         raise UsageError(

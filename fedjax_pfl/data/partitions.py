@@ -163,7 +163,7 @@ def dominant(
       examples: Examples per client.
     """
     require_between("dominant", dominant, 1, pool.classes, "the number of classes")
-    require(ratio >= 1, f"ratio={ratio} would make the dominant classes rare: use 1 or more")
+    require(1 <= ratio < np.inf, f"ratio={ratio}: use a finite number, 1 or more")
     n_rare = pool.classes - dominant
 
     def sizes(examples: int) -> tuple[int, int, int]:
@@ -287,7 +287,7 @@ def coarse(pool: Pool, rng: np.random.Generator, *, per_client: int = 1) -> Coun
 
 
 def domain_classes(
-    pool: Pool, *, domains: int = 5, groups: tuple[tuple[int, ...], ...] = ()
+    pool: Pool, *, domains: int = 5, classes: tuple[tuple[int, ...], ...] = ()
 ) -> list[np.ndarray]:
     """Returns the classes of each domain, one int array per domain.
 
@@ -295,12 +295,12 @@ def domain_classes(
       pool: For 100 classes in 20 superclasses and five domains, Factorized-FL's pairs of
         superclasses are used. Otherwise domains are ranges of classes.
       domains: Number of domains.
-      groups: The classes of each domain, in place of the above.
+      classes: The classes of each domain, in place of the above.
     """
-    if groups:
-        result = [np.array(g) for g in check_class_lists("domains.groups", groups, pool.classes)]
+    if classes:
+        result = [np.array(c) for c in check_class_lists("domains.classes", classes, pool.classes)]
         members = np.concatenate(result)
-        require(len(set(members)) == len(members), f"domains.groups={groups} has a class twice")
+        require(len(set(members)) == len(members), f"domains.classes={classes} has a class twice")
         return result
     require_between("domains", domains, 1, pool.classes, "the number of classes")
     if pool.coarse is not None and (pool.classes, int(pool.coarse.max()), domains) == (100, 19, 5):
@@ -318,7 +318,7 @@ def domains(
     rng: np.random.Generator,
     *,
     domains: int = 5,
-    groups: tuple[tuple[int, ...], ...] = (),
+    classes: tuple[tuple[int, ...], ...] = (),
 ) -> Counts:
     """Divides classes into domains and clients among the domains; IID within a domain.
 
@@ -327,12 +327,12 @@ def domains(
     References: Factorized-FL's multi-domain setting (five groups of ten CIFAR-100 classes).
 
     Args:
-      domains: Number of domains; ignored if groups are given.
-      groups: The classes of each domain. Empty: ranges of equal length, or the paper's five domains
-        for CIFAR-100.
+      domains: Number of domains; ignored if classes are given.
+      classes: The classes of each domain. Empty: ranges of equal length, or the paper's five
+        domains for CIFAR-100.
     """
     del rng
-    lists = domain_classes(pool, domains=domains, groups=groups)
+    lists = domain_classes(pool, domains=domains, classes=classes)
     require(
         len(lists) <= pool.clients,
         f"{len(lists)} domains need as many clients: use clients={len(lists)} or more",

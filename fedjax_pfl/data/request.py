@@ -2,7 +2,7 @@
 
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -22,6 +22,7 @@ def check_name(kind: str, name: str, choices: Collection[str]) -> None:
 
     `kind`, such as "partition", says in the message what is named.
     """
+    require(isinstance(name, str), f"{kind} is {name!r}; it must be a name")
     if name not in choices:
         similar = nearest(name, choices)
         hint = f"did you mean {similar}? " if similar else ""
@@ -40,17 +41,26 @@ def check_setting_names(owner: str, names: Iterable[str], allowed: Collection[st
 
 def check_partition_settings(partition: str, settings: Mapping[str, Any]) -> None:
     """Raises UsageError if a partition has no such setting, or a value has another type."""
-    function = partitions.PARTITIONS[partition]
-    hints = typing.get_type_hints(function)
     allowed = partitions.partition_settings(partition)
     check_setting_names(f"partition {partition}", settings, allowed)
+    check_setting_types(partition, partitions.PARTITIONS[partition], settings)
+
+
+def check_setting_types(
+    owner: str, function: Callable[..., Any], settings: Mapping[str, Any]
+) -> None:
+    """Raises UsageError if a setting has another type than the function's argument of its name.
+
+    `owner`, such as classes, precedes the name in the message.
+    """
+    hints = typing.get_type_hints(function)
     for name, value in settings.items():
         hint = hints[name]
         kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         kinds = tuple(typing.get_origin(kind) or kind for kind in kinds)
         if not any(_has_type(value, kind) for kind in kinds):
             names = " or ".join("None" if k is types.NoneType else k.__name__ for k in kinds)
-            raise UsageError(f"{partition}.{name} is {value!r}; it must be of type {names}")
+            raise UsageError(f"{owner}.{name} is {value!r}; it must be of type {names}")
 
 
 def _has_type(value: Any, kind: type) -> bool:
@@ -143,6 +153,8 @@ def check_fractions(
             f"windows of {dataset.name} overlap, and validation windows would share values with "
             "training windows: use validation_fraction=0, or windows that do not overlap"
         )
+    is_number = validation_examples is None or _has_type(validation_examples, int)
+    require(is_number, f"validation_examples={validation_examples!r}: use an integer")
     for name, value in (("test_fraction", test), ("validation_fraction", validation)):
         require(isinstance(value, Real), f"{name}={value!r}: use a number")
     test = 0.0 if split == "official" else test

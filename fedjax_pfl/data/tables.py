@@ -4,6 +4,8 @@ import csv
 import difflib
 import itertools
 import json
+import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +15,11 @@ import numpy as np
 from fedjax_pfl.core.errors import UsageError, first_line, nearest
 from fedjax_pfl.data.prepared import decode
 
+# First words of the names of files and folders with such examples, as Hugging Face knows them.
+_SPLIT_WORDS = {
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
 _MISSING = ("", "-", "?", ".", "na", "n/a", "nan", "null", "none")
 
 
@@ -84,6 +91,7 @@ def read_csv(path: str, source: str = "csv", names: str = "") -> Table:
     not blank. `source`, such as csv, precedes the path in messages.
     """
     name, file = f"{source}:{path}", find_path(source, path)
+    limit = csv.field_size_limit(sys.maxsize)  # of a cell, 128 KiB by default
     try:
         with open(file, newline="", encoding="utf-8-sig") as stream:
             line = next(filter(str.strip, stream), "")
@@ -97,6 +105,8 @@ def read_csv(path: str, source: str = "csv", names: str = "") -> Table:
         hint = "; save it as UTF-8" if isinstance(error, UnicodeDecodeError) else ""
         hint = "; close or double its quotes" if isinstance(error, csv.Error) else hint
         raise UsageError(f"{name} cannot be read as text with columns: {error}{hint}") from None
+    finally:
+        csv.field_size_limit(limit)
     rows = [row for row in rows if row]
     columns = [column.strip() for column in columns]
     if not rows or len(set(columns)) < len(columns) or "" in columns:
@@ -139,7 +149,8 @@ def _delimiter(line: str, columns: int | None) -> str:
     def fits(delimiter: str) -> bool:
         return columns in (None, len(next(csv.reader([line], delimiter=delimiter))))
 
-    return max("\t,;", key=lambda delimiter: (fits(delimiter), line.count(delimiter)))
+    unquoted = re.sub('"[^"]*"', "", line)
+    return max("\t,;", key=lambda delimiter: (fits(delimiter), unquoted.count(delimiter)))
 
 
 def read_json_lines(path: str) -> Table:
@@ -178,9 +189,9 @@ def _convert(name: str, column: str, cells: np.ndarray) -> np.ndarray:
             return cells.astype(dtype)
         except (ValueError, OverflowError):
             continue
-    texts = [i for i, cell in enumerate(cells) if not _is_number(cell)]
+    texts = [i for i, cell in enumerate(cells) if not is_number(cell)]
     present = [i for i in texts if cells[i].lower() not in _MISSING]
-    if present and all("," in cells[i] and _is_number(cells[i].replace(",", "")) for i in present):
+    if present and all("," in cells[i] and is_number(cells[i].replace(",", "")) for i in present):
         raise UsageError(
             f"{name}: column {column!r} has numbers with commas, the first "
             f"{str(cells[present[0]])[:40]!r} in row {present[0] + 1}; write a decimal point and "
@@ -191,12 +202,12 @@ def _convert(name: str, column: str, cells: np.ndarray) -> np.ndarray:
         raise UsageError(
             f"{name}: column {column!r} has {len(texts)} cells that are not numbers, the first "
             f"{str(cells[texts[0]])[:40]!r} in row {texts[0] + 1}; fill or remove these rows, or "
-            "leave the column out"
+            "leave the column out (label_kind=class reads a label as text)"
         )
     return cells
 
 
-def _is_number(cell: str) -> bool:
+def is_number(cell: str) -> bool:
     """Returns True if a cell can be read as a real number; codes such as 1_2 cannot."""
     try:
         float(cell)
@@ -211,8 +222,9 @@ def read_parquet(
     """Reads a Parquet file, or a folder of them. Returns the training table and the test table.
 
     Files whose names begin with test, or in a folder named test, are the test set. Files of
-    validation are ignored. With `for_testing` the first table has the test set, or all files if
-    there is none, and the second is None.
+    validation are ignored. Other common words, such as eval and dev, have the same effect. With
+    `for_testing` the first table has the test set, or all files if there is none, and the second is
+    None.
     """
     from pyarrow import ArrowException, parquet
 
@@ -234,9 +246,13 @@ def read_parquet(
 
 
 def _split_of(file: Path) -> str:
-    """Returns train, validation or test, by the names of a file and of its folders."""
-    for split in ("validation", "test"):
-        if split in file.parts or file.name.startswith(split):
+    """Returns train, validation or test, by the first words of the names of a file and its folders.
+
+    Capital letters do not matter.
+    """
+    first_words = [re.split("[^a-z]", part.lower())[0] for part in file.parts]
+    for split, words in _SPLIT_WORDS.items():
+        if first_words[-1].startswith(split) or not set(first_words).isdisjoint(words):
             return split
     return "train"
 
@@ -298,7 +314,7 @@ def from_arrow(name: str, table: Any) -> Table:
         return _to_array(f"{name}: column {column!r}", table.column(column).combine_chunks())
 
     def texts(column: str) -> list[str]:
-        return ["" if text is None else str(text) for text in table.column(column).to_pylist()]
+        return _texts(f"{name}: column {column!r}", table.column(column))
 
     return Table(
         name=name,
@@ -308,6 +324,27 @@ def from_arrow(name: str, table: Any) -> Table:
         classes=classes,
         texts=texts,
     )
+
+
+def _texts(label: str, column: Any) -> list[str]:
+    """Converts an Arrow column to text: empty if it is missing, lists of words joined by spaces.
+
+    `label` names the column in messages. Raises UsageError for types other than text, numbers and
+    lists of them.
+    """
+    from pyarrow import types
+
+    def is_text(kind: Any) -> bool:
+        if types.is_dictionary(kind):
+            kind = kind.value_type
+        return types.is_string(kind) or types.is_large_string(kind) or types.is_primitive(kind)
+
+    kind, cells = column.type, column.to_pylist()
+    if is_text(kind):
+        return ["" if text is None else str(text) for text in cells]
+    if (types.is_list(kind) or types.is_large_list(kind)) and is_text(kind.value_type):
+        return [" ".join(str(word) for word in words or () if word is not None) for words in cells]
+    raise UsageError(f"{label} has values of type {kind}, which cannot be read as text")
 
 
 def _to_array(label: str, column: Any) -> np.ndarray:

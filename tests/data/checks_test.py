@@ -38,6 +38,8 @@ def test_tokens_and_labels_keep_their_types():
     assert larger.outputs == 10  # of tokens of the test set too
     # Inputs and labels share a vocabulary.
     assert arrays(TOKENS + 3, np.roll(TOKENS, -1, 1)).outputs == 10
+    small = arrays(TOKENS.astype(np.uint8), np.roll(TOKENS, -1, 1), TOKENS.astype(np.uint8), TOKENS)
+    assert (small.x_train.dtype, small.x_test.dtype, small.scale) == ("int32", "int32", None)
     labels = arrays(X, TOKENS > 3)
     assert (labels.x_train.dtype, labels.y_train.dtype, labels.outputs) == ("float32", "bool", 5)
     data, federation = federate(tokens, "iid", clients=3)

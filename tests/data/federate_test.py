@@ -339,7 +339,9 @@ def test_novel_clients_and_groups():
         ({"split": "shared", "test_fraction": 0.0}, "nothing to test on with split=shared"),
         ({"split": "shared", "test_fraction": 1e-4}, "to test on: .* or a larger test_fraction"),
         ({"test_fraction": 0.0}, "test_fraction=0 leaves nothing to test on with split=pooled"),
-        ({"split": "shared", "validation_examples": 5000}, "must lie between 0 and"),
+        ({"split": "shared", "validation_examples": 5000}, "validation_examples .* 0 to 1437,"),
+        ({"split": "shared", "validation_fraction": 0.79999}, "validation_fraction asks for 1438 "),
+        ({"split": "shared", "validation_examples": 2.5}, "=2.5: use an integer"),
         ({"validation_examples": 50}, "is for split=official or shared"),
     ],
 )

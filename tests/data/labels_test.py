@@ -61,6 +61,12 @@ def lists(folder, labels, names=None):
         (lambda at: csv(at, ["cat", "0", "0.0", "dog", "ox"]), r"train\.csv.* '0' and '0\.0'"),
         (lambda at: csv(at, ["0", "1"], ["2.0", "3.0"]), r"test\.csv.*'2\.0'.*csv\.label_kind"),
         (lambda at: csv(at, ["0", "1"], ["0.5", "1.5"]), r"test\.csv.*'0\.5'.*csv\.label_kind"),
+        (
+            lambda at: csv(at, ["no", "yes", "?"]),
+            r"'label' has '\?' in 1 rows, the first is row 3,",
+        ),
+        (lambda at: csv(at, ["1", "2", "NA"], label_kind="class"), "'NA' in 1 rows, .* row 3, as"),
+        (lambda at: csv(at, ["1", "2", "K"]), r"label_kind=class reads a label as text"),
         (lambda at: csv(at, ["0", str(2**64)]), r"train\.csv.* 18446744073709551616.* 64 bits"),
     ],
 )
@@ -81,5 +87,8 @@ def test_unambiguous_labels_keep_their_values(tmp_path):
     assert number.y_test[:, 0].tolist() == [0, 1.5]
     classes = csv(tmp_path, ["0", "1"], ["2", "1"])
     assert (classes.outputs, classes.y_test.tolist()) == (3, [2, 1])
+    grades = csv(tmp_path, ["1", "2", "3"], ["K", "1", "none"], label_kind="class")
+    assert grades.metadata["classes"] == ["1", "2", "3", "K", "none"]
+    assert (grades.y_train.tolist(), grades.y_test.tolist()) == ([0, 1, 2], [3, 0, 4])
     with_names = lists(tmp_path, [0, 1, 1], ["x", "y"])
     assert (with_names.outputs, with_names.y_train.dtype) == (2, np.int32)

@@ -78,6 +78,14 @@ def test_npy_owners_and_fraction(tmp_path: Path):
     assert (len(half.x_train), len(half.x_test)) == (10, 10)
     assert (set(half.owner_train), set(half.owner_test)) == ({0}, {1})
     assert half.owner_names.tolist() == ["1", "3"]
+    for seed in range(8):
+        rows = np.random.default_rng([seed, 0xF7AC]).choice(4, 1)
+        sample = {"fraction": 0.25, "fraction_seed": seed, "sources": {"owned": lambda: owned}}
+        if rows[0] < 2:
+            assert len(data.load("owned", **sample).x_train) == 10
+        else:
+            line = message(lambda options=sample: data.load("owned", **options))
+            assert line == "fraction=0.25 leaves no training examples; use a larger fraction"
 
 
 def test_a_sample_of_owners_keeps_their_names_and_classes():

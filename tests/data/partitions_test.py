@@ -1,3 +1,4 @@
+import inspect
 import re
 import sys
 
@@ -7,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.data import owners, partitions
+from fedjax_pfl.data import load, owners, partitions
+from fedjax_pfl.data.partition import partition
 from fedjax_pfl.data.partitions import PARTITIONS
 from fedjax_pfl.data.pool import Pool
 from tests.commands import message
@@ -276,7 +278,7 @@ def test_domains_by_hand_and_for_cifar100():
     np.testing.assert_array_equal((counts > 0).sum(1), 10)
     counts = partitions.domains(Pool(np.array([4, 4, 4]), 4), rng(), domains=2)
     np.testing.assert_array_equal(counts, [[2, 2, 0], [2, 2, 0], [0, 0, 2], [0, 0, 2]])
-    counts = partitions.domains(Pool(np.array([4, 4, 4]), 2), rng(), groups=((2, 0), (1,)))
+    counts = partitions.domains(Pool(np.array([4, 4, 4]), 2), rng(), classes=((2, 0), (1,)))
     np.testing.assert_array_equal(counts, [[4, 0, 4], [0, 4, 0]])
 
 
@@ -287,13 +289,23 @@ def test_natural_leaves_out_small_owners():
     np.testing.assert_array_equal(owners.natural(owner_of, 4, rng()), [0, -1, 1, 2, 3])
 
 
+def test_settings_can_be_keyword_arguments():
+    """The public function passes on those that it does not have itself."""
+    own = set(inspect.signature(partition).parameters)
+    for name in partitions.PARTITIONS:
+        assert own.isdisjoint(partitions.partition_settings(name)), name
+    images = load("synthetic", shape=(2,), classes=4, examples=80)
+    data = partition(images, "domains", clients=4, classes=((0, 1), (2, 3)))
+    assert data.federation.outputs == 2
+
+
 @pytest.mark.parametrize(
     ("name", "options", "line"),
     [
         ("classes", {"per_client": 11}, "per_client=11 must lie between 1 and 10"),
         ("classes", {"examples": 3}, "use at least 4"),
-        ("dominant", {"ratio": 0.5}, "use 1 or more"),
-        ("dominant", {"ratio": np.inf}, "no example of a rare class with ratio=inf"),
+        ("dominant", {"ratio": 0.5}, "ratio=0.5: use a finite number, 1 or more"),
+        ("dominant", {"ratio": np.inf}, "ratio=inf: use a finite number"),
         ("dominant", {"dominant": 0}, "dominant=0"),
         ("shares", {"low": 0.0}, "0 < low"),
         ("dirichlet", {"alpha": np.inf}, "alpha=inf must be positive, at most 1e"),
@@ -304,9 +316,9 @@ def test_natural_leaves_out_small_owners():
         ("pachinko", {}, "needs superclasses"),
         ("coarse", {}, "needs superclasses"),
         ("domains", {"domains": 11}, "domains=11"),
-        ("domains", {"groups": ((1, 2), (2,))}, "has a class twice"),
-        ("domains", {"groups": (0, 1)}, "domains.groups has 0; each item must"),
-        ("domains", {"groups": "ab"}, "list the classes of each, as in"),
+        ("domains", {"classes": ((1, 2), (2,))}, "has a class twice"),
+        ("domains", {"classes": (0, 1)}, "domains.classes has 0; each item must"),
+        ("domains", {"classes": "ab"}, "list the classes of each, as in"),
         ("classes", {"examples": 10**9}, "the largest `examples` that fits is 6000"),
         ("dirichlet", {"minimum": -1}, "must be at least 0"),
         ("clusters", {"minimum": -1}, "must be at least 0"),

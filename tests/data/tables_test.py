@@ -264,6 +264,15 @@ def test_codes_with_underscores_are_text(tmp_path):
     assert dataset.metadata["input"] == ["code=12", "code=1_2"]
 
 
+def test_names_and_texts_of_csv_files(tmp_path):
+    content = '"x; y; z",label\n1,a\n2,b\n'
+    assert load(written(tmp_path / "names.csv", content)).metadata["input"] == ["x; y; z"]
+    text = "word " * 40_000  # more than the 131,072 characters that csv allows by default
+    content = f'text,label\n"{text}",a\nshort,b\n'
+    dataset = load(written(tmp_path / "long.csv", content), tokens="words", length=3)
+    assert dataset.x_train.tolist() == [[3, 3, 3], [2, 0, 0]]
+
+
 def test_text_of_parquet_is_stripped(tmp_path):
     columns = {"x": [1, 2, 3], "label": ["cat", "cat ", "dog"], "who": ["b", " b", "a"]}
     dataset = load(written(tmp_path / "t.parquet", columns), owner="who")
@@ -275,8 +284,16 @@ def test_parquet_folders_named_test_and_validation(tmp_path):
     for i, part in enumerate(("train", "test", "validation")):
         (tmp_path / part).mkdir()
         written(tmp_path / part / "part-0.parquet", {"x": [i, i], "label": ["a", "b"]})
+    for i, file in enumerate(("valid-0", "Dev/0", "val", "Validation_1")):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        written(tmp_path / f"{file}.parquet", {"x": [7 + i], "label": ["a"]})
     dataset = load(f"parquet:{tmp_path}")
     assert (dataset.x_train.tolist(), dataset.x_test.tolist()) == ([[0], [0]], [[1], [1]])
+    written(tmp_path / "Evaluation.parquet", {"x": [2], "label": ["a"]})
+    written(tmp_path / "value.parquet", {"x": [3], "label": ["a"]})  # no word for a split
+    dataset = load(f"parquet:{tmp_path}")
+    assert dataset.x_train.tolist() == [[0], [0], [3]]
+    assert dataset.x_test.tolist() == [[2], [1], [1]]
 
 
 def class_table(path, names):

@@ -81,6 +81,15 @@ def test_json_lines_with_owners(tmp_path):
     dataset = load(f"jsonl:{tmp_path / 'days.jsonl'}", **options)
     words = [dataset.metadata["tokens"][i] for i in dataset.x_train[0]]
     assert words == ["2020", "-", "01", "-", "01", "2020", "-", "01", "-"]  # as they are written
+    lists = [{"text": ["a", "b"], "label": 0}, {"text": ["b"], "label": 1}]
+    (tmp_path / "lists.jsonl").write_text("\n".join(map(json.dumps, lists)))
+    options = {"label": "label", "tokens": "words", "length": 2}
+    dataset = load(f"jsonl:{tmp_path / 'lists.jsonl'}", **options)
+    words = [[dataset.metadata["tokens"][i] for i in row] for row in dataset.x_train]
+    assert words == [["a", "b"], ["b", ""]]
+    (tmp_path / "nested.jsonl").write_text(json.dumps({"text": {"a": 1}, "label": 0}))
+    line = message(lambda: load(f"jsonl:{tmp_path / 'nested.jsonl'}", **options))
+    assert "column 'text' has values of type struct<a: int64>, which cannot be read as text" in line
     (tmp_path / "no.jsonl").write_text("{")
     assert "cannot be read as lines of JSON" in message(load, f"jsonl:{tmp_path / 'no.jsonl'}")
 
