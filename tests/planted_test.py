@@ -142,9 +142,14 @@ def traffic_incomplete(payload: Any, upload: Any) -> Traffic:
     return full_traffic(payload[0], upload)
 
 
+def traffic_without_uploads(payload: Any, upload: Any) -> Traffic:
+    return full_traffic(payload, {})
+
+
 @pytest.mark.parametrize(
     ("function", "mistake", "rule"),
     [
+        ("traffic", traffic_without_uploads, contract.every_byte_is_counted),
         ("receive", absent_as_zero, contract.empty_slots_may_hold_anything),
         ("receive", stale_row_read, contract.equals_a_plain_loop),
         ("train", all_examples_read, contract.training_reads_no_test_examples),

@@ -30,6 +30,7 @@ from fedjax_pfl.core.algorithm import (
     State,
 )
 from fedjax_pfl.core.errors import require_above, require_at_least, require_one_of
+from fedjax_pfl.networks.zero_head import require_random_head
 
 PARTS = ("all", "head", "body")
 
@@ -57,6 +58,7 @@ def fedbabu(
     require_at_least("fedbabu.epochs", epochs, 1)
     require_above("fedbabu.rate", rate, 0)
     require_one_of("fedbabu.tune", tune, PARTS)
+    require_random_head("fedbabu", model)  # a fixed head of zeros passes no gradient to the body
     tuning = training._replace(
         rate=training.rate if rate is None else local_training.constant_rate(rate),
         epochs=epochs,

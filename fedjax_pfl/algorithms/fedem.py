@@ -46,6 +46,7 @@ from fedjax_pfl.core.diagnostics import (
 from fedjax_pfl.core.errors import UsageError, require_at_least
 from fedjax_pfl.core.examples import Batch, ClientData
 from fedjax_pfl.networks.pretrained import require_random_start
+from fedjax_pfl.networks.zero_head import require_random_copies
 
 
 class Client(NamedTuple):
@@ -120,6 +121,7 @@ def fedem(
     """
     require_at_least("fedem.components", components, 1)
     require_random_start("fedem", model)  # copies of one model would stay copies
+    require_random_copies("fedem", model, model.layers)
     if not federation.task.has_classes:
         raise UsageError("fedem mixes probabilities of classes; choose a dataset with classes")
     base = training.optimizer

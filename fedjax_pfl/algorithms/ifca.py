@@ -43,7 +43,7 @@ from fedjax_pfl.core.diagnostics import Diagnostic, Picture, mean, of_array
 from fedjax_pfl.core.errors import UsageError, require_at_least
 from fedjax_pfl.core.examples import ClientData
 from fedjax_pfl.networks.pretrained import require_random_start
-from fedjax_pfl.networks.zero_head import ZeroHead
+from fedjax_pfl.networks.zero_head import require_random_copies
 
 
 class Server(NamedTuple):
@@ -98,11 +98,7 @@ def ifca(
     if cluster_layers is not None:
         names = last_layers(model, federation, "ifca.cluster_layers", cluster_layers, early=0)
     require_random_start("ifca", model)  # copies of one model would stay copies
-    if isinstance(model, ZeroHead) and names is not None and set(names) <= {model.head}:
-        raise UsageError(
-            "ifca.cluster_layers is 1, and zero_head starts all clusters with equal last layers, "
-            "which would stay equal; set zero_head=False or use more layers"
-        )
+    require_random_copies("ifca", model, model.layers if names is None else names)
     base = fedavg(model, training, federation)
     train_model = model_trainer(model, federation.task, training)
 

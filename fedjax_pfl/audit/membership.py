@@ -18,7 +18,7 @@ import numpy as np
 from fedjax_pfl.audit import exchanges
 from fedjax_pfl.audit.server_view import server_view, uploaded_means
 from fedjax_pfl.core.algorithm import Federation, PyTree
-from fedjax_pfl.core.examples import ClientData, Split, client_data, take
+from fedjax_pfl.core.examples import ClientData, FederatedData, Split, client_data, take
 from fedjax_pfl.core.groups import group_algorithms
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks.features import WithFeatures
@@ -138,6 +138,20 @@ def _feature_width(network: Any, variables: PyTree, federation: Federation) -> i
     return int(shape.shape[1]) if shape is not None and shape.ndim == 2 else 0
 
 
+def non_members(data: FederatedData, federation: Federation, i: int) -> Split:
+    """Returns the test examples of client i; of classes only those that it trains on.
+
+    A test set that all clients share has other classes too, and their loss is high whether or not
+    a model tells its training examples apart.
+    """
+    rows, size = np.asarray(data.test.rows[i]), int(data.test.size[i])
+    if not federation.task.has_classes:
+        return Split(rows, np.asarray(size))
+    y, own = np.asarray(data.y), np.asarray(data.train.rows[i])[: int(data.train.size[i])]
+    is_used = (np.arange(len(rows)) < size) & np.isin(y[rows], y[own])
+    return Split(rows[np.argsort(~is_used, kind="stable")], np.asarray(is_used.sum()))
+
+
 def infer_membership(result: Result, clients: Sequence[int]) -> dict[str, dict[str, float] | None]:
     """Infers which examples of clients are training examples, from the round after the last.
 
@@ -157,7 +171,7 @@ def infer_membership(result: Result, clients: Sequence[int]) -> dict[str, dict[s
     outputs = map_clients(exchanges.serve_and_exchange, result, result.state, t, clients)
     for i, (served, payload, upload) in outputs:
         g, client_examples = int(federation.groups[i]), client_data(data, i)
-        splits = (client_examples.train, Split(data.test.rows[i], data.test.size[i]))
+        splits = (client_examples.train, non_members(data, federation, i))
         view = server_view(algorithms[g], payload, upload, shapes[g])
         values = {"served": [loss_of_served[g](served, client_examples, s) for s in splits]}
         if (uploaded := view.uploaded(shapes[g])) is not None:

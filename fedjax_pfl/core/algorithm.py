@@ -195,6 +195,11 @@ class Federation(NamedTuple):
         """Returns the number of clients N."""
         return len(self.counts)
 
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """Shape of a network's outputs for one example."""
+        return (*self.positions, self.outputs)
+
     def examples(self, n: int = 1) -> jax.Array:
         """Returns `n` zero examples, [n, *input_shape], for initialising a network."""
         return jnp.zeros((n, *self.input_shape), self.input_dtype)

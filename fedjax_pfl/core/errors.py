@@ -70,7 +70,8 @@ def _holds(name: str, value: Any, condition: Callable[[Any], Any]) -> Any:
 
 def require_count(name: str, value: Any) -> None:
     """Raises UsageError unless a value is an integer of at least 1. None passes."""
-    is_count = value is None or (isinstance(value, Integral) and int(value) >= 1)
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    is_count = value is None or (is_integer and int(value) >= 1)
     require(is_count, f"{name} is {value!r}; it must be an integer, at least 1")
 
 

@@ -288,7 +288,7 @@ def _check_outputs(
     """
     x = jax.eval_shape(lambda: federation.examples(_COHORT_SIZE))
     outputs = _trace(name, "predict", algorithm.predict, variables, x)
-    required = (_COHORT_SIZE, *federation.positions, federation.outputs)
+    required = (_COHORT_SIZE, *federation.output_shape)
     if getattr(outputs, "shape", None) != required:
         raise UsageError(
             f"{name}: predict returns {_describe(outputs)} for {_COHORT_SIZE} examples; it must "

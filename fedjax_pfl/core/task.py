@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from fedjax_pfl.core import metrics
@@ -172,6 +173,27 @@ def check_task(name: str, task: Task, outputs: Any, y: Any) -> None:
                 f"{name}: {part} gives {[list(s) for s in shapes]} for {n} examples; it must give "
                 f"a number{'' if part == 'loss' else ', or an array,'} for each"
             )
+    for metric in all_metrics:
+        _check_finish(f"{name}: finish of {metric.name}", metric, outputs, y)
+
+
+def _check_finish(label: str, metric: Metric, outputs: Any, y: Any) -> None:
+    """Raises UsageError, starting with `label`, unless `finish` gives a number for each client.
+
+    `outputs` and `y` are as for `check_task`.
+    """
+    sums = jax.tree.map(
+        lambda leaf: np.ones((2, *leaf.shape[1:])), jax.eval_shape(metric.update, outputs, y, None)
+    )
+    try:
+        shape = np.shape(metric.finish(sums, np.ones(2)))
+    except Exception as error:  # a user's function may raise anything
+        raise UsageError(f"{label} fails for 2 clients: {first_line(error)}") from error
+    if shape != (2,):
+        raise UsageError(
+            f"{label} gives {list(shape)} for 2 clients; it must give a number for each, from sums "
+            "with one row for each client"
+        )
 
 
 def select_metrics(task: Task, name: str, metric_names: Sequence[str]) -> Task:

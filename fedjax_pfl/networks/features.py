@@ -30,9 +30,14 @@ class WithFeatures(NamedTuple):
         def record(call: Any, arguments: Any, keywords: Any, context: Any) -> Any:
             name = "/".join(context.module.path)
             if context.method_name == "__call__" and name == head:
-                inputs.append(arguments[0])
-                if self.transform is not None:
-                    arguments = (self.transform(arguments[0]), *arguments[1:])
+                # Flax calls this argument `inputs` or, in some layers, `x`.
+                keyword = "" if arguments else next(iter(keywords.keys() & {"inputs", "x"}), "")
+                features = keywords[keyword] if keyword else arguments[0]
+                inputs.append(features)
+                if self.transform is not None and keyword:
+                    keywords = {**keywords, keyword: self.transform(features)}
+                elif self.transform is not None:
+                    arguments = (self.transform(features), *arguments[1:])
             return call(*arguments, **keywords)
 
         with nn.intercept_methods(record):

@@ -21,8 +21,7 @@ import numpy as np
 from flax.core import meta, unfreeze
 
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import Federation
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, first_line
 from fedjax_pfl.networks import tracing
 from fedjax_pfl.networks.lowerings.conv import lowering
 
@@ -161,7 +160,8 @@ class LinenNetwork(UserNetwork):
             layer, is_call = context.module, context.method_name == "__call__"
             no_mask = options.get("mask") is None
             if is_call and isinstance(layer, nn.BatchNorm) and train and no_mask:
-                options = {**options, "mask": spread_mask(self.name, mask, arguments[0])}
+                inputs = arguments[0] if arguments else options["x"]
+                options = {**options, "mask": spread_mask(self.name, mask, inputs)}
             if is_call and isinstance(layer, nn.Conv) and layer.conv_general_dilated is None:
                 object.__setattr__(layer, "conv_general_dilated", lowering(self.conv))
             return call(*arguments, **options)
@@ -212,6 +212,11 @@ def check_network(name: str, model: Any, x: Any) -> Any:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             keys = jax.tree_util.keystr(path, simple=True, separator="/")
             raise UsageError(f"{name} has {keys}, a parameter of {leaf.dtype}; use real numbers")
+    if "kernel" in variables.get("params", {}):
+        raise UsageError(
+            f"{name} is a layer and no network: its kernel and bias would count as two layers; use "
+            "it in a module, such as nn.Sequential([nn.Dense(10)])"
+        )
     if not variables.get("params"):
         raise UsageError(f"{name} has no parameters; there is nothing to train")
 
@@ -248,14 +253,33 @@ def check_network(name: str, model: Any, x: Any) -> Any:
     return evaluated
 
 
-def check_output_shape(name: str, outputs: Any, federation: Federation) -> None:
-    """Raises UsageError if outputs for two examples do not suit the task of the federation.
+def check_fits(name: str, model: Any, examples: Any, output_shape: tuple[int, ...]) -> None:
+    """Raises UsageError unless a network can be trained on examples.
 
-    `outputs` is what `check_network` returns for the network `name`.
+    Arguments as for `check_network` and `check_output_shape`.
     """
-    expected = (2, *federation.positions, federation.outputs)
+    try:
+        outputs = check_network(name, model, examples)
+    except UsageError:
+        raise
+    except Exception as error:  # Flax raises any type if an input does not suit a layer
+        line = first_line(error)
+        hint = "; an NNX module has Dropout(..., rngs=rngs)" if "rngs" in line else ""
+        raise UsageError(f"{name} fails for examples {examples.shape[1:]}: {line}{hint}") from error
+    check_output_shape(name, outputs, output_shape)
+
+
+def check_output_shape(name: str, outputs: Any, output_shape: tuple[int, ...]) -> None:
+    """Raises UsageError if outputs for two examples do not suit the task of a federation.
+
+    `outputs` is what `check_network` returns for the network `name`, and `output_shape` is the
+    federation's.
+    """
+    expected = (2, *output_shape)
     if getattr(outputs, "shape", None) != expected:
-        unit = "each position and class" if federation.positions else "each class, label or target"
+        unit = (
+            "each class, label or target" if len(output_shape) == 1 else "each position and class"
+        )
         raise UsageError(
             f"{name} gives {list(getattr(outputs, 'shape', []))} for 2 examples, and their "
             f"task needs {list(expected)}, an output for {unit}"

@@ -20,8 +20,7 @@ from fedjax_pfl.core.errors import UsageError, first_line
 from fedjax_pfl.networks.user_defined import (
     LinenNetwork,
     UserNetwork,
-    check_network,
-    check_output_shape,
+    check_fits,
 )
 
 _PASSED = ("parent", "name", "outputs", "rngs", "self")  # arguments that are no settings
@@ -55,16 +54,13 @@ def from_flax(network: Any, federation: Federation) -> UserNetwork:
     name, shape = object_name(network), federation.input_shape
     try:
         created = user_network(name, network, digest="")(outputs=federation.outputs)
-        adapted = dataclasses.replace(
-            created, input_shape=shape, input_dtype=federation.input_dtype
-        )
-        outputs = check_network(name, adapted, jax.eval_shape(lambda: federation.examples(2)))
     except UsageError:
         raise
-    except Exception as error:  # Flax raises any type if an input does not suit a layer
-        hint = "; an NNX module has Dropout(..., rngs=rngs)" if "rngs" in first_line(error) else ""
-        raise UsageError(f"{name} fails for examples {shape}: {first_line(error)}{hint}") from error
-    check_output_shape(name, outputs, federation)
+    except Exception as error:  # a constructor may raise anything
+        raise UsageError(f"{name} cannot be created: {first_line(error)}") from error
+    adapted = dataclasses.replace(created, input_shape=shape, input_dtype=federation.input_dtype)
+    examples = jax.eval_shape(lambda: federation.examples(2))
+    check_fits(name, adapted, examples, federation.output_shape)
     return adapted
 
 

@@ -1,6 +1,7 @@
 """A wrapper that initialises the last layer of a network with zeros."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -38,6 +39,19 @@ class ZeroHead:
 
 
 def require_random_head(method: str, model: Any) -> None:
-    """Raises UsageError for a head of zeros, if `method` does not start from the network's head."""
+    """Raises UsageError for a head of zeros, which `method` replaces or never trains."""
     random_head = not isinstance(model, ZeroHead)
-    require(random_head, f"{method} initialises the last layer itself; set zero_head=False")
+    require(random_head, f"{method} needs a random last layer, or its own; set zero_head=False")
+
+
+def require_random_copies(method: str, model: Any, layers: Collection[str]) -> None:
+    """Raises UsageError if copies of these layers are equal, because only the head of zeros is one.
+
+    `method` trains copies with different initial values. Equal ones would stay equal.
+    """
+    is_equal = isinstance(model, ZeroHead) and set(layers) <= {model.head}
+    require(
+        not is_equal,
+        f"{method} starts copies of {', '.join(layers)} with random values, and zero_head makes "
+        "them equal for ever; set zero_head=False or use more layers",
+    )

@@ -18,7 +18,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.presets.vocabulary import Words, apply_words
+from fedjax_pfl.presets.vocabulary import Words, apply_words, require_word_of
 from fedjax_pfl.settings import configuration
 
 # τ, ε and the least number of candidates among 20 clients, as in the authors' code.
@@ -29,13 +29,13 @@ _MATCHING: dict[str, dict[str, Any]] = {
 }
 
 
+_METHODS = ("factorized_fl", "factorized_fl_moved")
 _WORDS: Words = {
     "noniid": lambda match: {"partition": "dirichlet", "dirichlet": {"alpha": 0.5}},
     "permuted": lambda match: {"permute_labels": True},
     "domains": lambda match: {"partition": "domains", "permute_labels": True},
     "alpha|beta": lambda match: {
-        method: {"share": {"alpha": "u", "beta": "all"}[match[0]]}
-        for method in ("factorized_fl", "factorized_fl_moved")
+        method: {"share": {"alpha": "u", "beta": "all"}[match[0]]} for method in _METHODS
     },
     r"w(\d+)": lambda match: {"resnet9": {"width": int(match[1])}},
 }
@@ -50,6 +50,7 @@ def get_config(preset: str = "permuted-noniid") -> ConfigDict:
     config = configuration.default()
     config.update(algorithm="factorized_fl", partition="iid", clients=20, model="resnet9")
     config = apply_words(config, preset, _WORDS)
+    require_word_of(preset, "alpha|beta", config.algorithm, _METHODS)
     small = config.dataset == "digits"
     config.update(split="shared", test_fraction=0.1, validation_fraction=0.1)
     config.update(local_epochs=5, batch_size=256, learning_rate=1e-3, momentum=0.9)

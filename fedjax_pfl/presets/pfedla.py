@@ -10,7 +10,7 @@ number of retained layers (k1 is HeurpFedLA), or another method instead of pfedl
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.presets.vocabulary import apply_words
+from fedjax_pfl.presets.vocabulary import apply_words, require_word_of
 from fedjax_pfl.settings import configuration
 
 # The paper gives no eta. It was chosen by validation accuracy on digits, MNIST, CIFAR-10 and EMNIST
@@ -35,6 +35,7 @@ def get_config(preset: str = "") -> ConfigDict:
         config.classes.per_client, config.dominant.dominant = 12, 6
     own_words = {r"k(\d+)": lambda match: {"pfedla": {"k": int(match[1])}}}
     config = apply_words(config, preset, own_words)
+    require_word_of(preset, r"k\d+", config.algorithm, ("pfedla",))
     config.pfedla.rate = RATES.get(config.dataset, config.pfedla.rate)
     config.lenet.batch_norm = config.dataset in ("cifar10", "cifar100")
     if config.dataset == "digits":

@@ -1,7 +1,7 @@
 """The words that presets share: datasets, partitions, numbers of clients and methods."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -91,6 +91,20 @@ def apply_words(config: ConfigDict, preset: str, own_words: Words) -> ConfigDict
                 )
         config.update(matches[0])
     return config
+
+
+def require_word_of(preset: str, pattern: str, algorithm: str, methods: Collection[str]) -> None:
+    """Raises UsageError if a preset has a word that only some methods use, and another method.
+
+    `pattern` is a regular expression of the word, `algorithm` the preset's method, and `methods`
+    are those that use the word.
+    """
+    for word in preset.split("-"):
+        if re.fullmatch(pattern, word) and algorithm not in methods:
+            raise UsageError(
+                f"there is no preset {preset!r}: {word} is for {' and '.join(methods)}, and the "
+                f"method is {algorithm}; leave one out"
+            )
 
 
 def _examples(patterns: Iterable[str], word: str) -> list[str]:

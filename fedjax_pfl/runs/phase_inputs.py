@@ -314,7 +314,7 @@ def make_network(inputs: PhaseInputs, config: ConfigDict, conv: str) -> Any:
         fitting = _fitting_networks(federation)
         hint = "" if config.model in fitting else f"; use {' or '.join(fitting)}"
         raise UsageError(f"{label} does not suit examples {shape}: {line}{hint}") from error
-    check_output_shape(config.model, outputs, federation)
+    check_output_shape(config.model, outputs, federation.output_shape)
     if dtype == "int32":
         _check_vocabulary(inputs, config.model, model)
     if path := inputs.configs[0].initial_weights:

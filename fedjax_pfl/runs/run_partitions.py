@@ -97,7 +97,7 @@ def make_task(
     names = [metric.strip() for metric in config.metrics.split(",") if metric.strip()]
     task = select_metrics(task, name, names)
     if name not in configuration.TASKS:
-        output_shape = jax.ShapeDtypeStruct((2, *federation.positions, outputs), jnp.float32)
+        output_shape = jax.ShapeDtypeStruct((2, *federation.output_shape), jnp.float32)
         check_task(name, task, output_shape, jax.ShapeDtypeStruct((2, *y.shape[1:]), y.dtype))
     return task
 

@@ -26,7 +26,7 @@ from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.groups import group_algorithms
 from fedjax_pfl.core.randomness import PERSONAL, stage_key
 from fedjax_pfl.core.shape_check import check_outputs, check_shapes
-from fedjax_pfl.core.task import Task, check_metric_names
+from fedjax_pfl.core.task import Task, check_task
 from fedjax_pfl.core.trees import row
 from fedjax_pfl.simulation import execution_plan, records, summaries
 from fedjax_pfl.simulation.on_device import DeviceProgram
@@ -128,7 +128,10 @@ class Simulation:
         chunk: int | None = None,
     ) -> None:
         _check(method, data, store, sampling)
-        check_metric_names("the task", data.federation.task)
+        y = data.examples.y
+        outputs = jax.ShapeDtypeStruct((2, *data.federation.output_shape), "float32")
+        labels = jax.ShapeDtypeStruct((2, *y.shape[1:]), y.dtype)
+        check_task("the task", data.federation.task, outputs, labels)
         require_count("clients_per_round", clients_per_round)
         is_seed = isinstance(seed, Integral) and 0 <= seed < 2**32  # JAX drops higher bits
         require(is_seed, f"seed is {seed!r}; it must be an integer from 0 to 2^32 - 1")

@@ -202,23 +202,31 @@ OWN_PARAMETERS = (
 )
 
 
-# Methods that do not start from the last layer of the network.
-OWN_HEADS = ("factorized_fl", "fedmn", "fedmn_correlation", "pefll", "pfedhn")
+# Methods that do not start from the last layer of the network, or never train it.
+OWN_HEADS = ("factorized_fl", "fedbabu", "fedmn", "fedmn_correlation", "pefll", "pfedhn")
 
 
 @pytest.mark.parametrize(
     ("name", "network", "message"),
     [
-        ("fedbn", MLP(), "^fedbn needs a network with BatchNorm"),
-        ("fedper", MLP(hidden=()), "this one has only fc1"),
+        ("fedbn", MLP(3), "^fedbn needs a network with BatchNorm"),
+        ("fedper", MLP(3, hidden=()), "this one has only fc1"),
         ("floco", WithoutHead(), "^floco mixes heads, and this network has no layer"),
         ("fedproto", WithoutHead(), "^fedproto compares the inputs of the head"),
-        ("fedproto", (MLP(hidden=(4,)), MLP(hidden=(6,))), "^fedproto .* of lengths 4, 6; give"),
+        (
+            "fedproto",
+            (MLP(3, hidden=(4,)), MLP(3, hidden=(6,))),
+            "^fedproto .* of lengths 4, 6; give",
+        ),
         ("fedgh", FirstIsHead(), "^fedgh needs a linear head, and fc1 .* Dense"),
         ("pfedfda", Deep(3, 2), "^pfedfda needs a head with a bias, and head has none"),
         *((n, MLP(3, hidden=()), f"^{n} .* only fc1; use") for n in ("fedas", "fedpac", "pfedfda")),
-        ("pfedhn_pc", MLP(hidden=()), "^pfedhn_pc .* has no other"),
-        *((n, ZeroHead(NETWORK), f"^{n} .* last layer itself; set zero_") for n in OWN_HEADS),
+        ("pfedhn_pc", MLP(3, hidden=()), "^pfedhn_pc .* has no other"),
+        *((n, ZeroHead(NETWORK), f"^{n} needs a random last layer.* set zero_") for n in OWN_HEADS),
+        *(
+            (n, ZeroHead(MLP(3, hidden=())), f"^{n} starts copies of fc1 with")
+            for n in ("fedem", "ifca")
+        ),
         *((n, PRETRAINED, f"^{n} needs random initial parameters") for n in OWN_PARAMETERS),
         ("fedem", ZeroHead(PRETRAINED), "^fedem needs random initial parameters"),
     ],
@@ -231,5 +239,7 @@ def test_invalid_networks(name: str, network: Any, message: str):
 def test_clusters_with_equal_last_layers_are_refused():
     for layers in (2, None):
         make("ifca", ZeroHead(NETWORK), cluster_layers=layers)
-    with pytest.raises(UsageError, match=r"^ifca\.cluster_layers is 1, and zero_head"):
+    with pytest.raises(
+        UsageError, match=r"^ifca starts copies of fc2 with random values, and zero_head"
+    ):
         make("ifca", ZeroHead(NETWORK), cluster_layers=1)

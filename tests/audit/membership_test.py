@@ -8,10 +8,13 @@ from fedjax_pfl.audit.membership import (
     auc,
     class_distances,
     feature_function,
+    non_members,
     split_distances,
     tpr_at_fpr,
 )
 from fedjax_pfl.audit.server_view import server_view, uploaded_means
+from fedjax_pfl.core.examples import FederatedData, Split
+from fedjax_pfl.core.task import regression
 from fedjax_pfl.core.trees import row
 from tests.audit.inversion_test import CTX, DATA, MLP, make_method, new_state
 
@@ -65,6 +68,22 @@ def test_features_without_knowledge_are_at_chance():
         [(z[:3000], y[:3000]), (z[3000:], y[3000:])], means
     )
     assert auc(member_values, other_values) > 0.55  # each training example is part of its mean
+
+
+def test_examples_of_other_classes_are_no_comparison():
+    """Of a shared test set, example 3 is the only one of a class that client 0 trains on."""
+    y = np.array([0, 0, 1, 0, 1, 2])
+    splits = {"train": [[0, 1], [2, 2]], "test": [[4, 3, 5], [4, 3, 5]]}
+    train, test = (
+        Split(np.array(rows), np.array([len(r) for r in rows])) for rows in splits.values()
+    )
+    data = FederatedData(x=np.zeros((6, 1)), y=y, train=train, validation=train, test=test)
+    facts = DATA.federation
+    split = non_members(data, facts, 0)
+    assert (split.rows.tolist(), int(split.size)) == ([3, 4, 5], 1)
+    without_classes = facts._replace(task=regression(1))
+    split = non_members(data, without_classes, 0)
+    assert (split.rows.tolist(), int(split.size)) == ([4, 3, 5], 3)
 
 
 @pytest.mark.parametrize(

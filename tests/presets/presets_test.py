@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from fedjax_pfl.presets import baseline, factorized_fl, pfedhn
+from fedjax_pfl.presets import baseline, factorized_fl, pfedhn, pfedla
 from fedjax_pfl.presets.vocabulary import DATASETS, apply_words
 from fedjax_pfl.settings import configuration
 from tests.commands import message
@@ -107,6 +107,14 @@ def test_words_that_a_dataset_or_method_does_not_use_are_refused():
     assert message(pfedhn.get_config, "mnist-local-k5") == (
         "there is no preset 'mnist-local-k5': local trains all clients; leave k5 out"
     )
+    assert message(pfedla.get_config, "cifar10-k1-fedavg") == (
+        "there is no preset 'cifar10-k1-fedavg': k1 is for pfedla, and the method is fedavg; leave "
+        "one out"
+    )
+    line = message(factorized_fl.get_config, "fedavg-alpha")
+    assert "alpha is for factorized_fl and factorized_fl_moved, and the method is fedavg" in line
+    assert pfedla.get_config("k1").pfedla.k == 1
+    assert factorized_fl.get_config("alpha-factorized_fl_moved").factorized_fl_moved.share == "u"
     assert pfedhn.get_config("omniglot").partition == "natural"
     assert pfedhn.get_config("mnist-local").clients_per_round is None
 

@@ -6,12 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
+import jax
 
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.core.arguments import check_arguments
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.local_training import Training
+from fedjax_pfl.networks.user_defined import check_fits
 from fedjax_pfl.networks.user_networks import from_flax, is_nnx, is_nnx_class
+
+# Networks are traced once: a run or a test creates many methods with the same one.
+_check_fits_once = functools.lru_cache(maxsize=256)(check_fits)
 
 
 def checked_factory(factory: Callable[..., Algorithm]) -> Callable[..., Algorithm]:
@@ -54,9 +59,15 @@ def _network(name: str, model: Any, federation: Federation) -> Any:
     kind = type(model)
     if isinstance(model, nn.Module):
         accepted = inspect.signature(kind.__call__).parameters
-        has_names = hasattr(model, "layers") and hasattr(model, "head")
-        like_builtin = {"train", "mask"} <= set(accepted) and has_names
-        return model if like_builtin else from_flax(model, federation)
+        has_names = {"layers", "head"} <= {*dir(kind), *vars(model)}  # a wrong field may raise
+        if not ({"train", "mask"} <= set(accepted) and has_names):
+            return from_flax(model, federation)
+        examples = jax.eval_shape(lambda: federation.examples(2))
+        try:
+            _check_fits_once(kind.__name__, model, examples, federation.output_shape)
+        except TypeError:  # a field of the network has no hash
+            check_fits(kind.__name__, model, examples, federation.output_shape)
+        return model
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise UsageError(f"{name} takes a network, got the class {model.__name__}; call it first")
     if is_nnx(model) or inspect.isfunction(model) or is_nnx_class(model):
