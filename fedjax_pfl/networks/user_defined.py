@@ -253,20 +253,16 @@ def check_network(name: str, model: Any, x: Any) -> Any:
     return evaluated
 
 
-def check_fits(name: str, model: Any, examples: Any, output_shape: tuple[int, ...]) -> None:
-    """Raises UsageError unless a network can be trained on examples.
-
-    Arguments as for `check_network` and `check_output_shape`.
-    """
+def check_fits(name: str, model: Any, examples: Any) -> Any:
+    """Returns `check_network`, and raises UsageError for every exception of the network too."""
     try:
-        outputs = check_network(name, model, examples)
+        return check_network(name, model, examples)
     except UsageError:
         raise
     except Exception as error:  # Flax raises any type if an input does not suit a layer
         line = first_line(error)
         hint = "; an NNX module has Dropout(..., rngs=rngs)" if "rngs" in line else ""
         raise UsageError(f"{name} fails for examples {examples.shape[1:]}: {line}{hint}") from error
-    check_output_shape(name, outputs, output_shape)
 
 
 def check_output_shape(name: str, outputs: Any, output_shape: tuple[int, ...]) -> None:

@@ -21,6 +21,7 @@ from fedjax_pfl.networks.user_defined import (
     LinenNetwork,
     UserNetwork,
     check_fits,
+    check_output_shape,
 )
 
 _PASSED = ("parent", "name", "outputs", "rngs", "self")  # arguments that are no settings
@@ -60,7 +61,7 @@ def from_flax(network: Any, federation: Federation) -> UserNetwork:
         raise UsageError(f"{name} cannot be created: {first_line(error)}") from error
     adapted = dataclasses.replace(created, input_shape=shape, input_dtype=federation.input_dtype)
     examples = jax.eval_shape(lambda: federation.examples(2))
-    check_fits(name, adapted, examples, federation.output_shape)
+    check_output_shape(name, check_fits(name, adapted, examples), federation.output_shape)
     return adapted
 
 

@@ -64,9 +64,9 @@ def _network(name: str, model: Any, federation: Federation) -> Any:
             return from_flax(model, federation)
         examples = jax.eval_shape(lambda: federation.examples(2))
         try:
-            _check_fits_once(kind.__name__, model, examples, federation.output_shape)
+            _check_fits_once(kind.__name__, model, examples)
         except TypeError:  # a field of the network has no hash
-            check_fits(kind.__name__, model, examples, federation.output_shape)
+            check_fits(kind.__name__, model, examples)
         return model
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise UsageError(f"{name} takes a network, got the class {model.__name__}; call it first")
