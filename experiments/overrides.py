@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 
 from fedjax_pfl.cli.configs import check_keys
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.settings import configuration
 
 HELP = (
     "KEY=VALUE for every run; KEY may have dots, VALUE is JSON or a word; see fedjax-pfl list "
@@ -36,8 +37,7 @@ def override(config: ConfigDict, pairs: Sequence[str]) -> None:
         try:
             for group in groups:
                 level = level[group]
-            if last not in level:  # a ConfigDict would add it
-                raise KeyError(last)
-            level[last] = _parse(value, level[last])
+            parsed = _parse(value, level[last])
         except (KeyError, AttributeError, ValueError, TypeError):
             raise UsageError(f"--set={pair} is no KEY=VALUE of this configuration") from None
+        configuration.override(level, {last: parsed}, "".join(f"{group}." for group in groups))

@@ -72,6 +72,8 @@ def write_audit(call: Call) -> None:
 
     clients = None if options.clients is None else parse_clients(options.clients)
     result = export.load_result(Path(call.positional[0]), data_dir=options.data_dir)
+    folder = Path(options.out)
+    _check_folder(folder)
     ids = export.client_ids(result, clients)
     facts = audit.audit(
         result,
@@ -83,9 +85,7 @@ def write_audit(call: Call) -> None:
         knows_private=options.knows_private,
         compare_inputs=options.compare_inputs,
     )
-    folder = Path(options.out)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / "audit.json").write_text(json.dumps(facts.as_json(), indent=2) + "\n")
         if facts.inversion.psnr:
             audit.draw(facts.inversion).savefig(folder / "images.png", dpi=120)
@@ -94,6 +94,20 @@ def write_audit(call: Call) -> None:
     except OSError as error:
         raise UsageError(f"{folder} cannot be written ({error.strerror})") from None
     print(text_tables.text(audit.tables(facts)))
+
+
+def _check_folder(folder: Path) -> None:
+    """Creates the folder of the results; raises UsageError if that fails or it has other files."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        own = (folder / "audit.json").is_file() and json.loads((folder / "audit.json").read_text())
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written ({error.strerror})") from None
+    except ValueError:
+        own = {}
+    names = [name for name in ("audit.json", "images.png") if (folder / name).exists()]
+    if names and not (isinstance(own, dict) and "inversion" in own):
+        raise UsageError(f"{folder / names[0]} is no audit's and would be lost; give another --out")
 
 
 COMMANDS = {"audit": Command(lambda: HELP, define_flags, write_audit)}

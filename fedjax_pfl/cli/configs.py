@@ -65,6 +65,8 @@ def read_settings(options: flags.FlagValues, arguments: Sequence[str]) -> Config
         settings[group][name] = _value(value)
     replace_alternatives(settings, arguments)
     if options.data_dir is not None:
+        if "data_dir" in changed_settings(options):
+            raise UsageError("--data_dir and --config.data_dir name the same folder; give one")
         settings.data_dir = options.data_dir
     return settings
 

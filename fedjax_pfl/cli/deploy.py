@@ -13,6 +13,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import assembly, flower_version
 from fedjax_pfl.deploy.node_file import DATA_SETTINGS
 from fedjax_pfl.report import loggers, run_reader
+from fedjax_pfl.settings import selection
 
 HELP = """
 fedjax-pfl deploy --config=pfedla:digits --nodes=4
@@ -75,6 +76,7 @@ def deploy(call: Call) -> None:
     if config.clients_per_round is not None and "clients_per_round" not in changed:
         config.clients_per_round = min(config.clients_per_round, options.nodes)
     settings, registry = assembly.complete(config.to_dict())
+    selection.check_used(selection.nested(changed), [settings], registry)
     if len(options.data) not in (0, options.nodes):
         raise UsageError(
             f"--data has {len(options.data)} files, and there are {options.nodes} nodes"

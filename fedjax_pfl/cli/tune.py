@@ -89,8 +89,9 @@ def configure_methods(
     """Returns the configuration of each method, by name. Missing settings have their defaults.
 
     If the file has a preset PRESET-METHOD, as the library's files have, it is the configuration of
-    the method. Otherwise it is `base` with another `algorithm`. `source` is FILE.py:PRESET, the
-    value of --config. `base` has the values of --config.KEY=VALUE; these `changes` apply to all.
+    the method; a word of PRESET that is for another method is left out. Otherwise it is `base` with
+    another `algorithm`. `source` is FILE.py:PRESET, the value of --config. `base` has the values of
+    --config.KEY=VALUE; these `changes` apply to all.
     """
     configs = {}
     for method in methods:
@@ -109,7 +110,10 @@ def configure_methods(
 
 
 def _method_preset(source: str, method: str) -> ConfigDict | None:
-    """Returns the preset PRESET-METHOD for `source`, FILE.py:PRESET, or None if there is none."""
+    """Returns the preset PRESET-METHOD for `source`, FILE.py:PRESET, or None if there is none.
+
+    If it is refused, a word that is left out makes the difference. Raises UsageError if none does.
+    """
     path, _, preset = source.partition(":")
     try:
         spec = importlib.util.spec_from_file_location("presets_to_tune", path)
@@ -118,10 +122,20 @@ def _method_preset(source: str, method: str) -> ConfigDict | None:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         default = next(iter(inspect.signature(module.get_config).parameters.values())).default
-        config = module.get_config("-".join(filter(None, (preset or default, method))))
+        words = str(preset or default).split("-")
     except Exception:  # a configuration file is code and can raise anything
         return None
-    return config if config.algorithm == method else None
+    refusal: UsageError | None = None
+    for left_out in range(-1, len(words)):
+        chosen = [word for i, word in enumerate(words) if word and i != left_out]
+        try:
+            config = module.get_config("-".join([*chosen, method]))
+            return config if config.algorithm == method else None
+        except UsageError as error:
+            refusal = refusal or error
+        except Exception:
+            return None
+    raise refusal or UsageError(f"there is no preset of {method}")
 
 
 def tune(call: Call) -> None:

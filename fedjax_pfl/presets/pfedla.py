@@ -40,7 +40,6 @@ def get_config(preset: str = "") -> ConfigDict:
     config.lenet.batch_norm = config.dataset in ("cifar10", "cifar100")
     if config.dataset == "digits":
         config.update(rounds=60, local_epochs=5)
-        config.dominant.examples = 160  # as many as there are for ten clients
     else:
         config.classes.examples = config.dominant.examples = IMAGES.get(config.dataset, 600)
         config.dominant.ratio = RATIOS.get(config.dataset, config.dominant.ratio)

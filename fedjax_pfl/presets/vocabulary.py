@@ -90,6 +90,9 @@ def apply_words(config: ConfigDict, preset: str, own_words: Words) -> ConfigDict
                     "leave one out"
                 )
         config.update(matches[0])
+    if config.dataset == "digits":  # 1,797 images
+        images = max(1, 1600 // max(config.clients, 10))
+        config.classes.examples = config.dominant.examples = images
     return config
 
 

@@ -49,7 +49,7 @@ class Registry(NamedTuple):
 BUILTINS = Registry()  # custom.py adds the components of a user for one run
 SCHEDULE_ARGUMENTS = {"rounds", "first_round"}  # a method that has them depends on its phase
 # Arguments of factories that are no settings: the library passes them.
-_PASSED = {"outputs", "conv", "parent", "name", "data_dir"} | SCHEDULE_ARGUMENTS
+PASSED = {"outputs", "conv", "parent", "name", "data_dir"} | SCHEDULE_ARGUMENTS
 _MAX_LISTED = 25  # names in an error message
 _MAX_UNITS = 1_000_000  # per layer of a built-in network
 _MAX_INT = 2**31 - 1  # rounds, clients and seeds are 32 bits in compiled code
@@ -72,14 +72,14 @@ _ALIASES = {
 def factory_settings(factory: Callable[..., Any]) -> dict[str, Any]:
     """Returns defaults of a factory's settings by name; a typed placeholder instead of None."""
     if dataclasses.is_dataclass(factory):
-        defaults = {f.name: f.default for f in dataclasses.fields(factory) if f.name not in _PASSED}
+        defaults = {f.name: f.default for f in dataclasses.fields(factory) if f.name not in PASSED}
     else:
         defaults = {
             name: parameter.default
             for name, parameter in inspect.signature(factory).parameters.items()
             if parameter.kind is parameter.KEYWORD_ONLY
             and parameter.default is not parameter.empty
-            and name not in _PASSED
+            and name not in PASSED
         }
     hints = typing.get_type_hints(factory)
     for name, value in defaults.items():
@@ -101,7 +101,7 @@ def meanings(factory: Callable[..., Any]) -> dict[str, str]:
         for names, text in re.findall(r"^  (\w+(?:, \w+)*): (.*(?:\n   .*)*)", section, re.M):
             meaning = " ".join(text.split()).removesuffix(".")
             by_name |= dict.fromkeys(names.split(", "), meaning)
-    return {name: meaning for name, meaning in by_name.items() if name not in _PASSED}
+    return {name: meaning for name, meaning in by_name.items() if name not in PASSED}
 
 
 def component_name(config: Mapping[str, Any], kind: str) -> str:

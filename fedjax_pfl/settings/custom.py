@@ -82,7 +82,8 @@ def register(
     for kind, transformation in optimizers_by_kind.items():
         if transformation is not None:
             name, create = _optimizer(kind, transformation)
-            if settings.setdefault(kind, name) != name:
+            settings.setdefault(kind, name)
+            if not _is_selected(kind, name, settings):
                 raise UsageError(
                     f"the settings select {kind}={settings[kind]!r}, and {kind}= passes another "
                     "optimiser; leave one out"
@@ -123,7 +124,7 @@ def _register_factory(
     settings.setdefault(kind, name)
     # A comparison passes one method and selects it or a built-in one in turn. A network or a task
     # that no phase uses is a mistake.
-    if kind != "algorithm" and name not in _selected(kind, settings):
+    if kind != "algorithm" and not _is_selected(kind, name, settings):
         raise UsageError(
             f"the settings select {kind}={settings[kind]!r}, and {kind}= passes {name}; leave one "
             "out"
@@ -131,11 +132,11 @@ def _register_factory(
     return registry._replace(**{kind: {**getattr(registry, kind), name: factory}})
 
 
-def _selected(kind: str, settings: Mapping[str, Any]) -> list[Any]:
-    """Returns the values of the setting `kind` in the settings and each phase, not validated."""
+def _is_selected(kind: str, name: str, settings: Mapping[str, Any]) -> bool:
+    """Returns True if the settings, which are not validated, select a component in any phase."""
     phases = settings.get("phases")
-    parts = (settings, *(phases if isinstance(phases, (list, tuple)) else ()))
-    return [part[kind] for part in parts if isinstance(part, Mapping) and kind in part]
+    phases = phases if isinstance(phases, (list, tuple)) and phases else ({},)
+    return name in [p.get(kind, settings[kind]) for p in phases if isinstance(p, Mapping)]
 
 
 def _imported(kind: str, path: str) -> Any:
@@ -313,10 +314,24 @@ def _with_digest(name: str, factory: Callable[..., Any], content: str) -> Factor
         return factory(*arguments, **settings)
 
     parameter = inspect.Parameter("digest", inspect.Parameter.KEYWORD_ONLY, default=content)
-    ordered = sorted([*signature.parameters.values(), parameter], key=lambda p: p.kind)
+    hints = {**typing.get_type_hints(factory), "digest": str}
+    typed = [
+        p.replace(default=_as_float(p.default, hints.get(p.name)))
+        for p in (*signature.parameters.values(), parameter)
+    ]
+    ordered = sorted(typed, key=lambda p: p.kind)
     wrapper.__signature__ = signature.replace(parameters=ordered)  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {**typing.get_type_hints(factory), "digest": str}
+    wrapper.__annotations__ = hints
     return wrapper
+
+
+def _as_float(default: Any, hint: Any) -> Any:
+    """Returns a default with floats in place of integers if the type hint asks for floats."""
+    kinds = (typing.get_args(hint) or (hint,)) if typing.get_origin(hint) is not tuple else (hint,)
+    if type(default) is int and float in kinds and int not in kinds:
+        return float(default)
+    is_tuple = isinstance(default, tuple) and typing.get_args(hint)[:1] == (float,)
+    return tuple(map(float, default)) if is_tuple else default
 
 
 def _code_text(code: types.CodeType) -> str:
@@ -360,7 +375,10 @@ def _check_factory(name: str, factory: Factory, arguments: tuple[str, ...]) -> N
         raise UsageError(
             f"{name} must give its setting {untyped[0]} a type, as in beta: float = 0.9"
         )
+    reserved = configuration.PASSED - configuration.SCHEDULE_ARGUMENTS
     for setting in settings:
+        if setting.name in reserved:
+            raise UsageError(f"{name} has a setting {setting.name}, a reserved name; rename it")
         if not _is_storable(setting.default, hints[setting.name]):
             kind = type(setting.default).__name__
             raise UsageError(

@@ -16,6 +16,7 @@ from fedjax_pfl.settings.configuration import (
     BUILTINS,
     Registry,
     component_name,
+    default,
     groups,
     phases,
     set_by_name,
@@ -35,15 +36,7 @@ def check_used(
     run has a configuration per method.
     """
     check_used_in_any(changes, configs, registry)
-    # `rounds` is often their sum, and a user-defined component is given as the setting of its kind.
-    checked = changes.keys() & SETTINGS.keys() - {"rounds", *registry._fields}
-    for name in sorted(checked):
-        is_overridden = all(c.phases and all(name in p for p in c.phases) for c in configs)
-        if is_overridden and changes[name] != SETTINGS[name].default_value:
-            raise UsageError(
-                f"{name} has no effect, because every phase sets it; set it in the phases, or "
-                "leave it out"
-            )
+    check_not_overridden(changes, configs, registry)
     for config in configs:
         by_phase = _by_phase_and_group(config, registry)
         for number, phase_changes in enumerate(config.phases):
@@ -51,6 +44,38 @@ def check_used(
         for number, group_changes in enumerate(config.groups):
             group_configs = [by_group[number] for by_group in by_phase]
             _check_effect(group_changes, group_configs, f"groups[{number}].", registry)
+
+
+def check_not_overridden(
+    changes: Mapping[str, Any], configs: Sequence[ConfigDict], registry: Registry = BUILTINS
+) -> None:
+    """Raises UsageError for a setting that every phase or group of the configurations sets.
+
+    Arguments as for `check_used`. A setting at its default passes.
+    """
+    defaults = default(registry)
+    # `rounds` is often their sum, and a user-defined component is given as the setting of its kind.
+    exempt = {"rounds", *registry._fields}
+    paths = [
+        (name, part)
+        for name, value in changes.items()
+        for part in (value if isinstance(value, Mapping) else ("",))
+        if name not in exempt and name in defaults
+    ]
+    for kind in ("phases", "groups"):
+        if not all(config[kind] for config in configs):
+            continue
+        overrides = [override for config in configs for override in config[kind]]
+        for name, part in paths:
+            value, known = (changes[name][part], defaults[name]) if part else (changes[name], {})
+            default_value = known.get(part) if part else SETTINGS[name].default_value
+            sets = [part in o.get(name, {}) if part else name in o for o in overrides]
+            if all(sets) and value != default_value:
+                path = f"{name}.{part}" if part else name
+                raise UsageError(
+                    f"{path} has no effect, because every {kind[:-1]} sets it; set it in the "
+                    f"{kind}, or leave it out"
+                )
 
 
 def check_used_in_any(

@@ -70,7 +70,7 @@ def test_the_command_audits_a_run(tmp_path, capsys, monkeypatch):
 def test_images_of_an_earlier_audit_are_removed(tmp_path, monkeypatch):
     def facts(psnr):
         inversion = SimpleNamespace(psnr=psnr, savefig=lambda path, dpi: path.touch())
-        return SimpleNamespace(inversion=inversion, as_json=lambda: {"psnr": psnr})
+        return SimpleNamespace(inversion=inversion, as_json=lambda: {"inversion": psnr})
 
     monkeypatch.setattr(export, "load_result", lambda *_, **__: None)
     monkeypatch.setattr(export, "client_ids", lambda *_: [0])
@@ -80,6 +80,14 @@ def test_images_of_an_earlier_audit_are_removed(tmp_path, monkeypatch):
         monkeypatch.setattr(audit, "audit", lambda *_, psnr=psnr, **__: facts(psnr))
         run_here("audit", "run", f"--out={tmp_path}")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["audit.json", *names]
+    monkeypatch.setattr(audit, "audit", lambda *_, **__: pytest.fail("it computes"))
+    (tmp_path / "audit.json").unlink()
+    for name, content in (("images.png", ""), ("audit.json", "[1]")):
+        (tmp_path / name).write_text(content)
+        line = message(run_here, "audit", "run", f"--out={tmp_path}")
+        assert line.endswith(f"{name} is no audit's and would be lost; give another --out")
+    line = message(run_here, "audit", "run", f"--out={tmp_path / 'images.png'}")
+    assert line == f"{tmp_path / 'images.png'} cannot be written (File exists)"
 
 
 @SLOW

@@ -170,6 +170,9 @@ def test_a_file_may_leave_settings_out(command, tmp_path):
     expected.update(local_steps=3, data_dir="/data")
     expected.pfedla.k = 1
     assert settings.to_dict() == expected.to_dict()
+    flags = "--config=baseline:digits", "--config.data_dir=/a", "--data_dir=/data"
+    line = message(read, command, *flags)
+    assert line == "--data_dir and --config.data_dir name the same folder; give one"
     settings.clients_per_round = 4  # is unset by default
     assert settings.get_type("clients_per_round") is int
 

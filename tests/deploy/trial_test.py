@@ -102,6 +102,12 @@ def test_settings_of_data_that_only_the_files_of_nodes_decide_are_refused(name):
 
 
 @pytest.mark.filterwarnings("ignore:the load_module")  # of configuration files
+def test_settings_without_effect_are_refused():
+    arguments = "deploy", "--config=baseline:digits", "--config.fedprox.mu=3.0"
+    assert message(run_here, *arguments).startswith("fedprox.mu counts with algorithm=fedprox only")
+
+
+@pytest.mark.filterwarnings("ignore:the load_module")  # of configuration files
 def test_a_data_dir_beside_files_of_nodes_is_refused():
     arguments = "deploy", "--config=baseline:digits", "--nodes=1", "--data=a.json", "--data_dir=b"
     assert message(run_here, *arguments).startswith("--data_dir has no effect with --data")

@@ -29,6 +29,15 @@ def test_values_on_the_command_line():
     assert (config.model, config.dataset) == ("mlp", "mnist")
     assert (config.augment, config.evaluate_after, config.clients_per_round) == (True, False, None)
     assert (config.fedprox.mu, tuple(config.learning_rate_drops)) == (1e-3, (0.5,))
-    for pair in ("momentum=much", "momentum", "lenet=mlp", "rounds=.5", "augment=yes"):
+    for pair in ("momentum=much", "momentum", "augment=yes"):
         line = message(overrides.override, config, [pair])
         assert line == f"--set={pair} is no KEY=VALUE of this configuration"
+    for pair, line in (
+        ("rounds=.5", "rounds is 0.5; it must be of type int"),
+        ("rounds=true", "rounds is True; it must be of type int"),
+        ("fedprox.mu=true", "fedprox.mu is True; it must be of type float"),
+        ('lenet="mlp"', "lenet is a group of settings; give lenet.NAME"),
+    ):
+        assert message(overrides.override, config, [pair]).startswith(line)
+    overrides.override(config, ["fedprox={}"])
+    assert config.fedprox.mu == 1e-3

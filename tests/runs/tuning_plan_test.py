@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fedjax_pfl.cli import tune
-from fedjax_pfl.presets import pfedhn
+from fedjax_pfl.presets import factorized_fl, pfedhn
 from fedjax_pfl.runs.tuning import search, show, trials
 from fedjax_pfl.runs.tuning.trials import Job
 from fedjax_pfl.settings import configuration
@@ -49,6 +49,28 @@ def test_methods_have_the_settings_of_their_preset_and_the_command_line():
         assert (config.algorithm, config.clients, config.batch_size) == (method, 5, 9)
         assert (config.momentum, config.clients_per_round) == (momentum, cohort)
     assert configs["pfedme"].pfedme.inner_steps == 3
+
+
+def test_a_word_for_another_method_is_left_out():
+    """The head of every method stays on its clients; Local trains all clients in fewer rounds."""
+    preset, methods = "digits-permuted-alpha", ["factorized_fl", "fedavg"]
+    source = f"{factorized_fl.__file__}:{preset}"
+    base = factorized_fl.get_config(preset)
+    configs = tune.configure_methods(source, base, {}, methods)
+    assert (configs["fedavg"].keep_head, configs["fedavg"].permute_labels) == (True, True)
+    source, base = f"{PRESETS}:digits-k5", pfedhn.get_config("digits-k5")
+    config = tune.configure_methods(source, base, {}, ["pfedhn", "local"])["local"]
+    assert (config.clients_per_round, config.rounds) == (None, 4)
+    line = message(lambda: tune.configure_methods(f"{PRESETS}:digts-k0", base, {}, ["local"]))
+    assert "there is no preset 'digts-k0-local': 'digts' is no word of one" in line
+
+
+def test_values_that_every_phase_overrides_are_refused():
+    phases = ({"batch_size": 8}, {"batch_size": 8, "algorithm": "local"})
+    line = message(lambda: plan(["batch_size=4,64"], phases=phases))
+    assert line.startswith(
+        "the grid of fedavg: batch_size has no effect, because every phase sets it"
+    )
 
 
 def test_a_file_without_presets_changes_the_algorithm_only(tmp_path):

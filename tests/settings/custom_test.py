@@ -79,6 +79,23 @@ def test_user_defined_and_built_in_methods_in_phases():
     assert built.phases[1].config.mine.share == 0.1
 
 
+def with_integer_defaults(
+    model, training, federation, *, beta: float = 1, rates: tuple[float, ...] = (1, 2), n: int = 3
+):
+    return algorithms.local(model, training, federation)
+
+
+def test_integers_may_be_the_defaults_of_real_numbers():
+    registry, _ = custom.register({}, algorithm=with_integer_defaults)
+    settings = {"with_integer_defaults": {"beta": 0.5, "rates": (0.5,), "n": 4}}
+    config = configuration.complete(settings, registry).with_integer_defaults
+    assert (config.beta, tuple(config.rates), config.n) == (0.5, (0.5,), 4)
+
+
+def with_a_reserved_name(model, training, federation, *, outputs: int = 3):
+    return algorithms.local(model, training, federation)
+
+
 def local_version():
     def method(model, training, federation, *, share: float = 0.5):
         return algorithms.local(model, training, federation)
@@ -249,6 +266,7 @@ class CallableObject:
         ),
         ({"algorithm": CallableObject()}, "CallableObject is no function; write a function"),
         ({"algorithm": with_name("mine")}, "mine must return an Algorithm, got NoneType"),
+        ({"algorithm": with_a_reserved_name}, "with_a_reserved_name has a setting outputs, a rese"),
     ],
 )
 def test_invalid_components_are_refused(components, line):
@@ -267,10 +285,14 @@ def test_invalid_components_are_refused(components, line):
         ),
         ({"algorithm": "min"}, "there is no algorithm 'min'; did you mean mine?"),
         ({"minee": 1}, "there is no setting minee"),
+        (
+            {"phases": ({"optimizer": "sgd"}, {"optimizer": "adam"})},
+            "the settings select optimizer='own-",
+        ),
     ],
 )
 def test_settings_that_contradict_components_are_refused(settings, line):
-    components = {"dataset": examples(), "algorithm": mine}
+    components = {"dataset": examples(), "algorithm": mine, "optimizer": optax.sgd(0.1)}
     assert message(lambda: fedjax_pfl.run({**SETTINGS, **settings}, **components)).startswith(line)
 
 

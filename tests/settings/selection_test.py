@@ -8,6 +8,8 @@ from fedjax_pfl.runs.tuning.search import plan, tune
 from fedjax_pfl.settings import configuration, selection
 from tests.commands import message
 
+SMALL_MLP = {"mlp": {"hidden": (3,)}}
+
 
 def check(settings):
     selection.check_used(settings, [configuration.complete(settings)])
@@ -65,6 +67,14 @@ def check(settings):
             {"learning_rate": 0.2, "phases": [{"learning_rate": 0.1}, {"learning_rate": 0.3}]},
             "learning_rate has no effect, because every phase sets it; set it in the phases, or",
         ),
+        (
+            {"algorithm": "fedprox", "fedprox": {"mu": 0.2}, "phases": [{"fedprox": {"mu": 0.1}}]},
+            "fedprox.mu has no effect, because every phase sets it; set it in the phases, or",
+        ),
+        (
+            {"model": "mlp", "mlp": {"hidden": (9,)}, "groups": [SMALL_MLP, SMALL_MLP]},
+            "mlp.hidden has no effect, because every group sets it; set it in the groups, or",
+        ),
     ],
 )
 def test_settings_without_effect_are_refused(settings, line):
@@ -86,6 +96,7 @@ def test_settings_without_effect_are_refused(settings, line):
         {"weight_decay": 0.1, "b1": 0.5, "phases": [{}, {"optimizer": "adam"}]},
         {"server_optimizer": "yogi", "server_b2": 0.5},
         {"learning_rate": 0.2, "phases": [{"learning_rate": 0.1}, {}]},
+        {"model": "mlp", "mlp": {"hidden": (9,)}, "groups": [SMALL_MLP, {}]},
     ],
 )
 def test_settings_with_effect_pass(settings):

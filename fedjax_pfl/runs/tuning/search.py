@@ -8,7 +8,7 @@ from typing import Any, Unpack
 from ml_collections import ConfigDict
 
 from fedjax_pfl.core.errors import UsageError, require_at_least
-from fedjax_pfl.report import html_page, text_tables
+from fedjax_pfl.report import html_page, loggers, text_tables
 from fedjax_pfl.report.numbers import format_mean_std
 from fedjax_pfl.runs import interrupt
 from fedjax_pfl.runs.tuning import choice, grids, show, trials
@@ -202,6 +202,8 @@ def run_search(
     """
     stopped = None
     if not only_show:
+        for trial in planned:
+            loggers.from_setting(trial.config.log_to, out)
         try:
             trials.run(planned, seeds, out, max_runs, stop)
         except interrupt.Stopped as exception:

@@ -183,6 +183,7 @@ def check_grid(config: ConfigDict, points: Sequence[Point], registry: Registry =
     applied = [apply(config, point) for point in points]
     try:
         selection.check_used_in_any(selection.nested(values), applied, registry)
+        selection.check_not_overridden(selection.nested(values), applied, registry)
     except UsageError as error:
         raise UsageError(f"the grid of {config.algorithm}: {error}") from None
 
