@@ -71,7 +71,9 @@ def feddyn(
         state = base.init(key, start)
         zeros = jax.tree.map(jnp.zeros_like, state.server["params"])
         g = initial_client_rows(zeros, start, Client, "g", federation)
-        drift = trees.weighted_mean(g, jnp.asarray(federation.active, jnp.float32))
+        # A group of clients may have none that trains: its newcomers come in a later phase.
+        active = jnp.asarray(federation.active, jnp.float32)
+        drift = trees.weighted_mean(g, active) if clients else zeros
         return State({**state.server, "drift": drift}, (), Client(g, state.clients))
 
     def send(state: State, ctx: ClientContext) -> PyTree:

@@ -238,7 +238,8 @@ class Algorithm(NamedTuple):
     offload      names of the parts of `rows` that may be stored off the device; see `core.offload`.
     kept_change  share of a client's change that its own next start contains, sent or not: 0 if
                  clients start from the download, 1 if they train on from their own model. A mapping
-                 has the shares by layer, 0 for others.
+                 has the shares by layer, 0 for others; a function (payload, client, ctx) returns
+                 the share of the last change that the start of this round contains.
 
     In `send`, `receive` and `personalize` the state has no clients, (): a server cannot read
     client-side state. `ctx.data` is None in `send` for the same reason.

@@ -9,10 +9,10 @@ arrays whose changes add up over rounds: those of a model (params, batch_stats),
 first name ends with change or gradient. Other arrays, such as means of classes, are computed anew
 in each round, where an added error would only falsify the next value. Where a client trains on from
 its own model, the share `Algorithm.kept_change` of the error is in its next change anyway and is
-not added. FedFomo's clients start from a mixture of such a model and the server's copy, whose share
-varies; they add nothing. The error of rounding to 2 bits is never added: it can be larger than the
-change, and would grow. A layer without upload traffic in a round, such as a block that the client
-does not hold, keeps its error. A later phase starts without errors.
+not added; for FedFomo's clients, who start from a mixture, this share varies. The error of rounding
+to 2 bits is never added: it can be larger than the change, and would grow. A layer without upload
+traffic in a round, such as a block that the client does not hold, keeps its error. A later phase
+starts without errors.
 With FedALA a part of the error of the last layers, which depends on the learned weights, is in the
 next change too, and is added all the same.
 Variances of BatchNorm are not sent below 0: their compressed change is at least −(downloaded
@@ -148,10 +148,11 @@ def compression(
             new = [leaf for _, leaf in paths]
             old = jax.tree.leaves(trees.matching_download(payload, result.upload))
             lost = jax.tree.leaves(client.lost)
-            up = member.traffic(payload, result.upload).up
+            up, share = member.traffic(payload, result.upload).up, member.kept_change
+            share = share(payload, client.method, ctx) if callable(share) else share
             for i, (path, leaf) in enumerate(paths):
                 if not _is_exact(leaf):
-                    kept = _of_layer(member.kept_change, path)
+                    kept = _of_layer(share, path)
                     adds_up = has_errors(member) and _adds_up(path) and not _is_one(kept)
                     change = leaf - old[i]
                     if adds_up:

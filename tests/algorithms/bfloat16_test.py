@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import fedjax_pfl as pfl
+from fedjax_pfl.algorithms.shared.matching import cosines
 from fedjax_pfl.core import offload, trees
 from fedjax_pfl.simulation.rounds import round_functions
 from tests import cases, tiny
@@ -36,6 +37,17 @@ def make(name: str) -> Any:
     training = pfl.local_sgd(0.1, steps=1, momentum=0.9, keep_optimizer=True)
     settings = cases.CASES[name].settings
     return cases.FACTORIES[name](Narrow(), training, FEDERATION, **settings)
+
+
+def test_cosines_are_computed_in_float32():
+    """In bfloat16 that of nearly equal rows would be 1."""
+    rng = np.random.default_rng(0)
+    rows = jnp.asarray(rng.normal(size=4096) + 0.2 * rng.normal(size=(3, 4096)), jnp.bfloat16)
+    exact = np.asarray(rows, np.float64)
+    exact /= np.linalg.norm(exact, axis=1, keepdims=True)
+    expected = exact @ exact.T
+    assert expected.min() < 0.97
+    np.testing.assert_allclose(cosines(rows), expected, rtol=1e-5)
 
 
 @pytest.mark.slow("traces a round of each method")

@@ -52,6 +52,13 @@ def test_the_server_by_hand():
     assert set(algorithm.personalize(state, (), None)) == {"params"}
 
 
+def test_a_group_without_clients_that_train_has_no_drift():
+    _, federation = linear.federated(XS, YS)
+    federation = federation._replace(active=np.zeros(len(XS), bool))
+    method = algorithms.feddyn(linear.Linear(), local_training.sgd(steps=1), federation)
+    np.testing.assert_array_equal(weights({"params": method.init(KEY).server["drift"]}), 0)
+
+
 def test_it_converges_to_the_minimum_of_the_sum():
     """Each client takes enough steps to solve its problem."""
     algorithm, data = make(steps=100)

@@ -66,13 +66,17 @@ def oracle(previous, models, x, y):
 )
 def test_mixture_and_local_training_equal_numpy(start, models, positive):
     algorithm, data = setting(validation=3, reference="last" if start is None else "start")
-    assert algorithm.kept_change == 1  # the next start may be the own model in full
     models = np.array(models)
     previous = models[0] if start is None else np.array(start)
     payload = {**variables(models[0]), "peers": stacked(models[1:]), "ids": jnp.arange(3)}
     client = Client(() if start is None else variables(start), ())
     upload, _, new_client, _ = algorithm.train(payload, client, context(data))
     signed_weights, mixed = oracle(previous, models, X[:3], Y[:3])
+    # All of the start that is not the server's copy of the client's last model.
+    shares = np.maximum(signed_weights, 0) / max(np.maximum(signed_weights, 0).sum(), 1e-9)
+    kept = 1 - shares[0] if start is not None else shares[1:].sum()
+    share = algorithm.kept_change(payload, client, context(data))
+    np.testing.assert_allclose(share, kept, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(signed_weights > 0, positive)
     np.testing.assert_allclose(upload["weights"], signed_weights[1:], rtol=1e-5, atol=1e-7)
     if start is not None:

@@ -118,12 +118,21 @@ def fedfomo(
 
     def mix(
         last: PyTree, peer_models: PyTree, client: Client, data: ClientData
-    ) -> tuple[PyTree, jax.Array]:
-        """Returns θ and the peers' weights w, [M], from the client's last model and theirs."""
+    ) -> tuple[PyTree, jax.Array, jax.Array]:
+        """Mixes the client's last model, as the server has it, and those of its peers.
+
+        Returns θ, the peers' weights w, [M], and the share of `last` in θ.
+        """
         previous = client.start if reference == "start" else last
         models = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), last, peer_models)
         weights = weigh(previous, models, data)
-        return mixture(previous, models, weights)[0], weights[1:]
+        theta, shares = mixture(previous, models, weights)
+        own_share = shares[0] if reference == "start" else 1 - jnp.sum(shares[1:])
+        return theta, weights[1:], own_share
+
+    def of_client(payload: PyTree) -> PyTree:
+        """Returns the client's last model from the download."""
+        return {name: payload[name] for name in payload if name not in ("peers", "ids")}
 
     def weigh(previous: PyTree, models: PyTree, data: ClientData) -> jax.Array:
         """Returns the weight w of each of the stacked models, on validation examples."""
@@ -162,8 +171,7 @@ def fedfomo(
         return {**trees.row(state.rows.models, ctx.i), "peers": peer_models, "ids": ids}
 
     def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
-        last = {name: payload[name] for name in payload if name not in ("peers", "ids")}
-        start, weights = mix(last, payload["peers"], client, ctx.data)
+        start, weights, _ = mix(of_client(payload), payload["peers"], client, ctx.data)
         variables, momentum, metrics = train_model(start, client.momentum, ctx)
         return ClientResult(
             upload={**variables, "weights": weights},
@@ -182,11 +190,17 @@ def fedfomo(
     def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
         peer_models, _ = fetch(state.rows, ctx.i, jnp.zeros(()), ctx.key)
         last = trees.row(state.rows.models, ctx.i)
-        return mix(last, peer_models, client, ctx.data)[0]
+        theta, _, _ = mix(last, peer_models, client, ctx.data)
+        return theta
 
     def traffic(payload: PyTree, upload: PyTree) -> Traffic:
         """Counts the peers' models down, without the client's own model and the ids."""
         return Traffic(trees.bytes_per_layer(payload["peers"]), trees.bytes_per_layer(upload))
+
+    def kept_change(payload: PyTree, client: Client, ctx: ClientContext) -> jax.Array:
+        """Returns 1 − the share of θ that is the server's copy of the client's model."""
+        _, _, own_share = mix(of_client(payload), payload["peers"], client, ctx.data)
+        return 1 - own_share
 
     def observe(state: State) -> dict[str, jax.Array]:
         return {"affinity": state.rows.affinity}
@@ -201,7 +215,7 @@ def fedfomo(
         traffic=traffic,
         observe=observe,
         offload=("models",),
-        kept_change=1.0,  # if no weight is positive, the next start is the client's own model
+        kept_change=kept_change,
     )
 
 

@@ -5,14 +5,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fedjax_pfl.core.offload import widened
+
 RULES = ("similar", "random", "worst", "none")
 
 
 def cosine(v: jax.Array, i: Any) -> jax.Array:
     """Cosine similarity between row `i` of `v` [N, D] and every row.
 
-    Returns an array of shape [N] whose entry `i` is exactly 1.
+    Returns an array of shape [N], at least float32, whose entry `i` is exactly 1.
     """
+    v = widened(v)
     unit = v / jnp.maximum(jnp.linalg.norm(v, axis=1, keepdims=True), 1e-12)
     return jnp.matmul(unit, unit[i], precision="highest").at[i].set(1.0)
 
