@@ -147,8 +147,9 @@ def non_members(data: FederatedData, federation: Federation, i: int) -> Split:
     rows, size = np.asarray(data.test.rows[i]), int(data.test.size[i])
     if not federation.task.has_classes:
         return Split(rows, np.asarray(size))
-    y, own = np.asarray(data.y), np.asarray(data.train.rows[i])[: int(data.train.size[i])]
-    is_used = (np.arange(len(rows)) < size) & np.isin(y[rows], y[own])
+    own = np.asarray(data.train.rows[i])[: int(data.train.size[i])]
+    classes, trained = np.asarray(data.y[rows]), np.asarray(data.y[own])
+    is_used = (np.arange(len(rows)) < size) & np.isin(classes, trained)
     return Split(rows[np.argsort(~is_used, kind="stable")], np.asarray(is_used.sum()))
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import interrupt
 from fedjax_pfl.runs.tuning import search, trials
 from fedjax_pfl.settings import configuration, selection
+from fedjax_pfl.settings.configuration import ALGORITHMS
 from fedjax_pfl.simulation.devices import prepare_devices
 
 HELP = """
@@ -112,7 +114,7 @@ def configure_methods(
 def _method_preset(source: str, method: str) -> ConfigDict | None:
     """Returns the preset PRESET-METHOD for `source`, FILE.py:PRESET, or None if there is none.
 
-    If it is refused, a word that is left out makes the difference. Raises UsageError if none does.
+    If it is refused, the word that the refusal names is left out. Raises UsageError if none helps.
     """
     path, _, preset = source.partition(":")
     try:
@@ -122,20 +124,22 @@ def _method_preset(source: str, method: str) -> ConfigDict | None:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         default = next(iter(inspect.signature(module.get_config).parameters.values())).default
-        words = str(preset or default).split("-")
+        words = [word for word in str(preset or default).split("-") if word not in ALGORITHMS]
     except Exception:  # a configuration file is code and can raise anything
         return None
-    refusal: UsageError | None = None
-    for left_out in range(-1, len(words)):
-        chosen = [word for i, word in enumerate(words) if word and i != left_out]
+    refusal = UsageError(f"there is no preset of {method}")
+    for left_out in ("", *words):
+        if left_out not in ("", *re.findall(r"[\w.]+", str(refusal).partition("': ")[2])):
+            continue  # the refusal does not name this word
+        chosen = [word for word in words if word and word != left_out]
         try:
             config = module.get_config("-".join([*chosen, method]))
             return config if config.algorithm == method else None
         except UsageError as error:
-            refusal = refusal or error
+            refusal = refusal if left_out else error
         except Exception:
             return None
-    raise refusal or UsageError(f"there is no preset of {method}")
+    raise refusal
 
 
 def tune(call: Call) -> None:

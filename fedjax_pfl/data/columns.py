@@ -123,8 +123,9 @@ def _label_columns(source: str, roles: Roles, files: Sequence[Table]) -> list[np
     setting = f"{source}.label"
     for table in files:
         table.require_column(roles.label, setting)
-    cells = [table.cells(roles.label) for table in files if table.cells]
-    as_text = roles.label_kind == "class" and not all(is_number(c) for part in cells for c in part)
+    as_text = roles.label_kind == "class" and not all(
+        is_number(cell) for table in files if table.cells for cell in table.cells(roles.label)
+    )
     return [table.column(roles.label, setting, as_text=as_text) for table in files]
 
 
@@ -217,6 +218,8 @@ def _labels(
     if any(file.classes.get(label, names) != names for file in files):
         raise UsageError(f"{name}: column {label!r} has other classes in {files[-1].name}")
     if y.ndim == 1 and not names:
+        for file, part in zip(files, parts, strict=True):
+            labels.check_present(file.name, label, part)
         numbers, classes = labels.number_classes(name, label, setting, kind, y)
         return numbers, len(classes), {"label": label, "classes": classes}
     least, end = (0, len(names)) if y.ndim == 1 else (PADDING, labels.MOST_CLASSES)

@@ -106,7 +106,7 @@ def load(
     arguments = {key: value for key, value in available.items() if key in parameters}
     dataset = source(**arguments, **settings)
     dataset = dataset if "sample_rows" in parameters else subset(dataset, sample_rows)
-    if not len(dataset.x_train):
+    if fraction < 1 and not len(dataset.x_train):
         raise UsageError(f"fraction={fraction} leaves no training examples; use a larger fraction")
     return dataset
 

@@ -41,24 +41,30 @@ def class_numbers(name: str, labels: Any, *, least: int = 0, end: int = MOST_CLA
     return values.astype(np.int32)
 
 
+def check_present(name: str, label: str, part: np.ndarray) -> None:
+    """Raises UsageError for a label, of text, that stands for a missing value.
+
+    `part` has the column `label` of the file `name`.
+    """
+    for text in np.unique(part) if part.dtype.kind == "U" else ():
+        if text.lower() in _MISSING:
+            rows = np.flatnonzero(part == text)
+            raise UsageError(
+                f"{name}: column {label!r} has {str(text)!r} in {len(rows)} rows, the first is row "
+                f"{rows[0] + 1}, as if it were missing; remove these rows, or spell the class out"
+            )
+
+
 def number_classes(
     name: str, label: str, setting: str, kind: str, y: np.ndarray
 ) -> tuple[np.ndarray, list[str]]:
     """Numbers the distinct labels of `y` [rows] from 0, in ascending order.
 
     Returns class numbers, int32 [rows], and the label of each number as text.
-    Raises UsageError for text that stands for a missing value, and, with the `kind` auto, if
-    integers have too many values for classes.
+    With the `kind` auto, raises UsageError if integers have too many values for classes.
     `label` is the name of the column, and `setting` the name of the setting for the kind.
     """
     classes, numbers = np.unique(y, return_inverse=True)
-    for n, text in enumerate(classes if y.dtype.kind == "U" else ()):
-        if text.lower() in _MISSING:
-            rows = np.flatnonzero(numbers == n)
-            raise UsageError(
-                f"{name}: column {label!r} has {str(text)!r} in {len(rows)} rows, the first is row "
-                f"{rows[0] + 1}, as if it were missing; remove these rows, or spell the class out"
-            )
     is_large = len(classes) > max(_DISTINCT_LIMIT, len(y) // 100)
     if y.dtype.kind in "iu" and kind == "auto" and is_large:
         raise UsageError(

@@ -5,7 +5,6 @@ import difflib
 import itertools
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,7 +90,7 @@ def read_csv(path: str, source: str = "csv", names: str = "") -> Table:
     not blank. `source`, such as csv, precedes the path in messages.
     """
     name, file = f"{source}:{path}", find_path(source, path)
-    limit = csv.field_size_limit(sys.maxsize)  # of a cell, 128 KiB by default
+    limit = csv.field_size_limit(2**31 - 1)  # of a cell, 128 KiB by default
     try:
         with open(file, newline="", encoding="utf-8-sig") as stream:
             line = next(filter(str.strip, stream), "")
@@ -329,22 +328,23 @@ def from_arrow(name: str, table: Any) -> Table:
 def _texts(label: str, column: Any) -> list[str]:
     """Converts an Arrow column to text: empty if it is missing, lists of words joined by spaces.
 
-    `label` names the column in messages. Raises UsageError for types other than text, numbers and
-    lists of them.
+    `label` names the column in messages. Raises UsageError for bytes and for nested types other
+    than lists of text or numbers.
     """
     from pyarrow import types
 
     def is_text(kind: Any) -> bool:
-        if types.is_dictionary(kind):
-            kind = kind.value_type
-        return types.is_string(kind) or types.is_large_string(kind) or types.is_primitive(kind)
+        return not (types.is_nested(kind) or "binary" in str(kind))
 
     kind, cells = column.type, column.to_pylist()
     if is_text(kind):
         return ["" if text is None else str(text) for text in cells]
     if (types.is_list(kind) or types.is_large_list(kind)) and is_text(kind.value_type):
         return [" ".join(str(word) for word in words or () if word is not None) for words in cells]
-    raise UsageError(f"{label} has values of type {kind}, which cannot be read as text")
+    raise UsageError(
+        f"{label} has values of type {kind}, which cannot be read as text; choose other columns "
+        "as input"
+    )
 
 
 def _to_array(label: str, column: Any) -> np.ndarray:

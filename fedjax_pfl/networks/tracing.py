@@ -57,6 +57,7 @@ _NOT_ELEMENTWISE = frozenset(
 _NOT_ELEMENTWISE_PREFIXES = ("cum", "reduce_window", "scatter", "select_and")
 # Orders of an array's axes in PyTorch.
 _LAST = "channels last"  # an image [B, ..., C], which PyTorch has as [B, C, ...]
+_SPLIT = "channels split"  # an image [B, ..., C, G] with an axis of its channels or after them
 _FIRST = "channels first"  # an image that is transposed to PyTorch's order
 _SAME = "same"  # a dense layer's outputs, or an image without channels
 _DIVIDED = "divided"  # the same, but one axis of a dense layer's outputs became several
@@ -168,7 +169,10 @@ def _result_origin(
     before, first = shapes[0], operands[0]
     if name == "reshape" and not is_flattened and _is_flattening(before, after):
         # Repeated entries, as in GroupNorm, and images of one pixel are in PyTorch's order too.
-        has_one_order = first.axes != _LAST or first.is_uniform or math.prod(before[1:-1]) == 1
+        is_image = first.axes in (_LAST, _SPLIT)
+        has_one_order = not is_image or first.is_uniform or math.prod(before[1:-1]) == 1
+        if first.axes == _SPLIT and not has_one_order:
+            return _Origin(is_input=True, reordered_by=name)
         axes, count = (_SAME, 1) if has_one_order else (_LAST, before[-1])
         return _Origin(is_input=True, channels=count, axes=axes, is_uniform=first.is_uniform)
     if name.startswith("reduce_window") and first.axes == _DIVIDED:
@@ -218,14 +222,18 @@ def _axes(eqn: Any, operands: Sequence[_Origin], after: tuple[int, ...]) -> str:
         if axes == _LAST and permutation == (0, len(after) - 1, *others[:-1]):
             return _FIRST
         return _LAST if axes == _FIRST and permutation == (0, *others[1:], 1) else axes
-    if len(after) <= 2 < len(before):
+    is_folded = name == "reshape" and before[-1:] == after[-1:] and before[:1] != after[:1]
+    if len(after) <= 2 < len(before) and not is_folded and axes != _SPLIT:
         return _SAME
     if len(after) < len(before):
-        has_lost_channels = before[-1] == 1 != after[-1] or _reduces_last_axis(eqn)
-        return _SAME if has_lost_channels or axes == _DIVIDED else axes
+        has_lost_last = before[-1] == 1 != after[-1] or _reduces_last_axis(eqn)
+        if axes == _SPLIT:
+            return _LAST if has_lost_last or name == "reshape" else axes
+        return _SAME if has_lost_last or axes == _DIVIDED else axes
     if len(after) > len(before) and before[-1:] != after[-1:] and axes != _FIRST:
-        is_divided = axes != _LAST and after[-1] > 1
-        return _DIVIDED if is_divided else _LAST
+        if axes == _LAST:
+            return _SPLIT if len(before) > 2 and before[:-1] == after[: len(before) - 1] else _LAST
+        return axes if axes == _SPLIT else _DIVIDED if after[-1] > 1 else _LAST
     counted = [
         operand.axes
         for shape, operand in zip(shapes, operands, strict=True)
@@ -233,8 +241,9 @@ def _axes(eqn: Any, operands: Sequence[_Origin], after: tuple[int, ...]) -> str:
     ]
     if name.startswith("reduce_window") and axes == _SAME:
         return _LAST
-    # Images [B, H, W, C] decide, because PyTorch transposes what is added to them.
-    first_kind = _LAST if len(after) > 2 else _SAME
+    # Images [B, H, W, C] decide, because PyTorch transposes what is added to them. Series and
+    # features are as in PyTorch if one of them is.
+    first_kind = _LAST if len(after) > 3 else _SAME
     return first_kind if first_kind in counted else (*counted, axes)[0]
 
 

@@ -212,7 +212,8 @@ def check_network(name: str, model: Any, x: Any) -> Any:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             keys = jax.tree_util.keystr(path, simple=True, separator="/")
             raise UsageError(f"{name} has {keys}, a parameter of {leaf.dtype}; use real numbers")
-    if "kernel" in variables.get("params", {}):
+    params = variables.get("params", {})
+    if "kernel" in params and not any(isinstance(part, Mapping) for part in params.values()):
         raise UsageError(
             f"{name} is a layer and no network: its kernel and bias would count as two layers; use "
             "it in a module, such as nn.Sequential([nn.Dense(10)])"

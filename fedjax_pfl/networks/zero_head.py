@@ -53,5 +53,5 @@ def require_random_copies(method: str, model: Any, layers: Collection[str]) -> N
     require(
         not is_equal,
         f"{method} starts copies of {', '.join(layers)} with random values, and zero_head makes "
-        "them equal for ever; set zero_head=False or use more layers",
+        "them equal; set zero_head=False or use more layers",
     )

@@ -9,7 +9,7 @@ and a number of clients (n10).
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.presets.vocabulary import apply_words
+from fedjax_pfl.presets.vocabulary import apply_words, images_of_digits
 from fedjax_pfl.settings import configuration
 
 
@@ -21,7 +21,8 @@ def get_config(preset: str = "fedavg-digits") -> ConfigDict:
     config = configuration.default()
     config.local_epochs = 5
     config = apply_words(config, preset, {})
-    # Digits and synthetic data have this many examples for each of ten clients.
-    examples = {"digits": 160, "synthetic": 100}.get(config.dataset, 600)
+    # Synthetic data have this many examples for each of ten clients.
+    digits = images_of_digits(config.clients)
+    examples = {"digits": digits, "synthetic": 100}.get(config.dataset, 600)
     config.classes.examples = config.dominant.examples = examples
     return config

@@ -10,7 +10,7 @@ number of retained layers (k1 is HeurpFedLA), or another method instead of pfedl
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.presets.vocabulary import apply_words, require_word_of
+from fedjax_pfl.presets.vocabulary import apply_words, images_of_digits, require_word_of
 from fedjax_pfl.settings import configuration
 
 # The paper gives no eta. It was chosen by validation accuracy on digits, MNIST, CIFAR-10 and EMNIST
@@ -40,6 +40,7 @@ def get_config(preset: str = "") -> ConfigDict:
     config.lenet.batch_norm = config.dataset in ("cifar10", "cifar100")
     if config.dataset == "digits":
         config.update(rounds=60, local_epochs=5)
+        config.classes.examples = config.dominant.examples = images_of_digits(config.clients)
     else:
         config.classes.examples = config.dominant.examples = IMAGES.get(config.dataset, 600)
         config.dominant.ratio = RATIOS.get(config.dataset, config.dominant.ratio)

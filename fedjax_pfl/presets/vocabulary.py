@@ -90,10 +90,12 @@ def apply_words(config: ConfigDict, preset: str, own_words: Words) -> ConfigDict
                     "leave one out"
                 )
         config.update(matches[0])
-    if config.dataset == "digits":  # 1,797 images
-        images = max(1, 1600 // max(config.clients, 10))
-        config.classes.examples = config.dominant.examples = images
     return config
+
+
+def images_of_digits(clients: int) -> int:
+    """Returns how many of the 1,797 digits a client gets; 160 with at most ten clients."""
+    return max(1, 1600 // max(clients, 10))
 
 
 def require_word_of(preset: str, pattern: str, algorithm: str, methods: Collection[str]) -> None:

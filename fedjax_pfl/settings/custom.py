@@ -327,11 +327,11 @@ def _with_digest(name: str, factory: Callable[..., Any], content: str) -> Factor
 
 def _as_float(default: Any, hint: Any) -> Any:
     """Returns a default with floats in place of integers if the type hint asks for floats."""
-    kinds = (typing.get_args(hint) or (hint,)) if typing.get_origin(hint) is not tuple else (hint,)
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if type(default) is int and float in kinds and int not in kinds:
         return float(default)
-    is_tuple = isinstance(default, tuple) and typing.get_args(hint)[:1] == (float,)
-    return tuple(map(float, default)) if is_tuple else default
+    is_floats = isinstance(default, tuple) and tuple[float, ...] in kinds
+    return tuple(map(float, default)) if is_floats else default
 
 
 def _code_text(code: types.CodeType) -> str:

@@ -70,6 +70,7 @@ def check_not_overridden(
             value, known = (changes[name][part], defaults[name]) if part else (changes[name], {})
             default_value = known.get(part) if part else SETTINGS[name].default_value
             sets = [part in o.get(name, {}) if part else name in o for o in overrides]
+            value = tuple(value) if isinstance(value, list) else value
             if all(sets) and value != default_value:
                 path = f"{name}.{part}" if part else name
                 raise UsageError(

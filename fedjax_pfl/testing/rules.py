@@ -352,7 +352,9 @@ def every_byte_is_counted(subject: Subject) -> None:
     assert (sum(book.client_down), sum(book.client_up)) == (book.total_down, book.total_up)
     payloads, uploads, _ = subject.third_round
     for direction, sent, counted in (("down", payloads, down), ("up", uploads, up)):
-        has_numbers = any(np.issubdtype(leaf.dtype, np.floating) for leaf in jax.tree.leaves(sent))
+        has_numbers = any(
+            jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(sent)
+        )
         assert counted.sum() or not has_numbers, (
             f"numbers are sent {direction}, and 0 bytes counted"
         )

@@ -178,7 +178,14 @@ def private_layers(
             )
             return Traffic(down, up)
 
-        return member._replace(train=train, personalize=personalize, traffic=traffic)
+        def kept_change(payload: PyTree, client: Client, ctx: ClientContext) -> Any:
+            client_payload = replace_layers(payload, client.own, other_shapes)
+            return member.kept_change(client_payload, client.method, ctx)
+
+        share = kept_change if callable(member.kept_change) else member.kept_change
+        return member._replace(
+            train=train, personalize=personalize, traffic=traffic, kept_change=share
+        )
 
     def transform(algorithm: Algorithm) -> Algorithm:
         if has_groups(algorithm):

@@ -261,6 +261,13 @@ def with_client_state(
     def observe(state: State) -> dict[str, jax.Array]:
         return grouped.observe(method_state(state))
 
+    def of_method(member: Algorithm, wrapped: Algorithm) -> Any:
+        """Returns `kept_change` for the new client-side state, unless `wrap` has seen to it."""
+        share = member.kept_change
+        if not callable(share) or wrapped.kept_change is not share:
+            return wrapped.kept_change
+        return lambda payload, client, ctx: share(payload, client.method, ctx)
+
     wrapped = tuple(map(wrap, members))
     transformed = grouped._replace(
         init=init,
@@ -268,5 +275,6 @@ def with_client_state(
         personalize=tuple(member.personalize for member in wrapped),
         traffic=tuple(member.traffic for member in wrapped),
         observe=observe,
+        kept_change=tuple(map(of_method, members, wrapped)),
     )
     return transformed if has_groups(algorithm) else as_single_group(transformed)

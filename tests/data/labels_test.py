@@ -65,6 +65,7 @@ def lists(folder, labels, names=None):
             lambda at: csv(at, ["no", "yes", "?"]),
             r"'label' has '\?' in 1 rows, the first is row 3,",
         ),
+        (lambda at: csv(at, ["no", "yes"], ["na", "no"]), r"test\.csv.* 'na' in 1 rows, .* row 1,"),
         (lambda at: csv(at, ["1", "2", "NA"], label_kind="class"), "'NA' in 1 rows, .* row 3, as"),
         (lambda at: csv(at, ["1", "2", "K"]), r"label_kind=class reads a label as text"),
         (lambda at: csv(at, ["0", str(2**64)]), r"train\.csv.* 18446744073709551616.* 64 bits"),

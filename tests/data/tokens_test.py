@@ -87,6 +87,9 @@ def test_json_lines_with_owners(tmp_path):
     dataset = load(f"jsonl:{tmp_path / 'lists.jsonl'}", **options)
     words = [[dataset.metadata["tokens"][i] for i in row] for row in dataset.x_train]
     assert words == [["a", "b"], ["b", ""]]
+    nulls = [{"text": None, "more": [None], "label": 0}, {"text": None, "more": [], "label": 1}]
+    (tmp_path / "nulls.jsonl").write_text("\n".join(map(json.dumps, nulls)))
+    assert load(f"jsonl:{tmp_path / 'nulls.jsonl'}", **options).x_train.tolist() == [[0, 0]] * 2
     (tmp_path / "nested.jsonl").write_text(json.dumps({"text": {"a": 1}, "label": 0}))
     line = message(lambda: load(f"jsonl:{tmp_path / 'nested.jsonl'}", **options))
     assert "column 'text' has values of type struct<a: int64>, which cannot be read as text" in line

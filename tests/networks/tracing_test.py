@@ -126,6 +126,16 @@ def test_operations_that_keep_the_order_of_a_flattened_image(name):
         # An image without channels.
         (lambda x: dense(flat(conv(x).max(-1))), {}),
         (lambda x: dense(flat(conv(x, 1)[..., 0])), {}),
+        # Maxima over groups of channels, over several images, and of folded pixels.
+        (lambda x: dense(flat(conv(x, 8).reshape(1, 4, 3, 4, 2).max(-1))), {"dense": 4}),
+        (
+            lambda x: dense(flat(jnp.stack([conv(x), 2 * conv(x, 4, "b")], -1).max(-1))),
+            {"dense": 4},
+        ),
+        (lambda x: dense(flat(jnp.squeeze(conv(x)[..., None], -1))), {"dense": 4}),
+        (lambda x: dense(flat(nn.relu(conv(x).reshape(-1, 4)).reshape(1, 4, 3, 4))), {"dense": 4}),
+        # Steps of a series.
+        (lambda x: dense(flat(conv(x).reshape(1, 12, 4) + dense(x, 4, "a").reshape(1, 12, 4))), {}),
         # A dense layer's outputs.
         (lambda x: dense(flat(dense(x, 4, "pixels"))), {}),
         (lambda x: dense(flat(nn.LayerNorm(name="norm")(dense(x, 4, "pixels")))), {}),
@@ -193,6 +203,11 @@ def test_outputs_of_a_dense_layer_that_become_an_image_are_refused():
         flattened_channels(
             lambda x: dense(flat(pool(gate(x, 24).reshape(1, 2, 3, 4), (1, 2, 1, 1))))
         )
+
+
+def test_groups_of_channels_that_are_flattened_are_refused():
+    with pytest.raises(UsageError, match=r"^dense reads images through reshape, .* is unknown"):
+        flattened_channels(lambda x: dense(flat(conv(x, 8).reshape(1, 4, 3, 4, 2))))
 
 
 def test_inputs_that_become_an_image_are_allowed():

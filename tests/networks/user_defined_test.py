@@ -252,30 +252,6 @@ def test_invalid_networks(net, line):
         check_network("Net", net, X[:2])
 
 
-class ByKeyword(nn.Module):
-    """Passes inputs to its layers by keyword."""
-
-    @nn.compact
-    def __call__(self, x, train=False):
-        x = nn.BatchNorm(not train)(x=nn.Dense(4)(inputs=x))
-        return nn.Dense(3)(inputs=x)
-
-
-def test_inputs_of_layers_by_keyword():
-    net, mask = linen(ByKeyword()), jnp.arange(7) < 4
-    variables = net.init(KEY, X)
-    (padded, _), (plain, _) = (
-        train_step(net, variables, X, mask),
-        train_step(net, variables, X[:4], None),
-    )
-    np.testing.assert_allclose(padded[:4], plain, rtol=1e-5, atol=1e-6)
-    outputs, features = WithFeatures(net).apply(variables, X)
-    head = variables["params"][net.head]
-    np.testing.assert_allclose(features @ head["kernel"] + head["bias"], outputs, rtol=1e-5)
-    doubled = WithFeatures(net, lambda z: 2 * z).apply(variables, X)[0]
-    np.testing.assert_allclose(2 * features @ head["kernel"] + head["bias"], doubled, rtol=1e-5)
-
-
 class Reshapes(nn.Module):
     """Returns `outputs` outputs in training and three in evaluation."""
 

@@ -9,9 +9,11 @@ from flax import nnx
 
 import fedjax_pfl as pfl
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.networks.features import WithFeatures
 from fedjax_pfl.networks.normalisation import BatchNorm
+from fedjax_pfl.networks.user_defined import check_network
 from tests import tiny
-from tests.networks.user_defined_test import KEY, Unordered, X, train_step
+from tests.networks.user_defined_test import KEY, Unordered, X, linen, train_step
 
 
 class Masked(nn.Module):
@@ -66,3 +68,41 @@ def test_networks_that_do_not_fit_the_examples():
     ):
         with pytest.raises(UsageError, match=line):
             pfl.fedavg(net, pfl.local_sgd(), federation)
+
+
+class ByKeyword(nn.Module):
+    """Passes inputs to its layers by keyword."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.BatchNorm(not train)(x=nn.Dense(4)(inputs=x))
+        return nn.Dense(3)(inputs=x)
+
+
+class OwnKernel(nn.Module):
+    """Has a parameter of its own beside its layers."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.Dense(3)(x) * self.param("kernel", nn.initializers.ones, (1, 3))
+
+
+def test_a_network_may_have_a_kernel_of_its_own():
+    assert check_network("OwnKernel", linen(OwnKernel()), X[:2]).shape == (2, 3)
+
+
+def test_inputs_of_layers_by_keyword():
+    net, mask = linen(ByKeyword()), jnp.arange(7) < 4
+    variables = net.init(KEY, X)
+    (padded, _), (plain, _) = (
+        train_step(net, variables, X, mask),
+        train_step(net, variables, X[:4], None),
+    )
+    np.testing.assert_allclose(padded[:4], plain, rtol=1e-5, atol=1e-6)
+    outputs, features = WithFeatures(net).apply(variables, X)
+    head = variables["params"][net.head]
+    np.testing.assert_allclose(features @ head["kernel"] + head["bias"][None], outputs, rtol=1e-5)
+    doubled = WithFeatures(net, lambda z: 2 * z).apply(variables, X)[0]
+    np.testing.assert_allclose(
+        2 * features @ head["kernel"] + head["bias"][None], doubled, rtol=1e-5
+    )

@@ -114,6 +114,11 @@ def test_words_that_a_dataset_or_method_does_not_use_are_refused():
     line = message(factorized_fl.get_config, "fedavg-alpha")
     assert "alpha is for factorized_fl and factorized_fl_moved, and the method is fedavg" in line
     assert pfedla.get_config("k1").pfedla.k == 1
+    # All 1,797 digits are for the clients.
+    for preset, images in (("digits", 160), ("digits-n20", 80), ("digits-n100", 16)):
+        for system in (pfedla, baseline):
+            config = system.get_config(preset)
+            assert (config.classes.examples, config.dominant.examples) == (images, images)
     assert factorized_fl.get_config("alpha-factorized_fl_moved").factorized_fl_moved.share == "u"
     assert pfedhn.get_config("omniglot").partition == "natural"
     assert pfedhn.get_config("mnist-local").clients_per_round is None

@@ -58,6 +58,8 @@ def test_a_word_for_another_method_is_left_out():
     base = factorized_fl.get_config(preset)
     configs = tune.configure_methods(source, base, {}, methods)
     assert (configs["fedavg"].keep_head, configs["fedavg"].permute_labels) == (True, True)
+    source = f"{factorized_fl.__file__}:digits-permuted-alpha-factorized_fl_moved"
+    assert tune.configure_methods(source, base, {}, methods[1:])["fedavg"].keep_head
     source, base = f"{PRESETS}:digits-k5", pfedhn.get_config("digits-k5")
     config = tune.configure_methods(source, base, {}, ["pfedhn", "local"])["local"]
     assert (config.clients_per_round, config.rounds) == (None, 4)

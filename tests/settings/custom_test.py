@@ -80,7 +80,13 @@ def test_user_defined_and_built_in_methods_in_phases():
 
 
 def with_integer_defaults(
-    model, training, federation, *, beta: float = 1, rates: tuple[float, ...] = (1, 2), n: int = 3
+    model,
+    training,
+    federation,
+    *,
+    beta: float = 1,
+    rates: tuple[float, ...] | None = (1, 2),
+    n: int = 3,
 ):
     return algorithms.local(model, training, federation)
 

@@ -97,6 +97,7 @@ def test_settings_without_effect_are_refused(settings, line):
         {"server_optimizer": "yogi", "server_b2": 0.5},
         {"learning_rate": 0.2, "phases": [{"learning_rate": 0.1}, {}]},
         {"model": "mlp", "mlp": {"hidden": (9,)}, "groups": [SMALL_MLP, {}]},
+        {"model": "mlp", "mlp": {"hidden": [200]}, "groups": [SMALL_MLP, SMALL_MLP]},  # the default
     ],
 )
 def test_settings_with_effect_pass(settings):

@@ -16,6 +16,7 @@ from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.testing import example
+from fedjax_pfl.transforms.compression import compression
 from fedjax_pfl.transforms.private_layers import private_layers, replace_layers
 from tests import cases, tiny
 from tests.algorithms.served import KEY, after_rounds, served
@@ -196,6 +197,19 @@ def test_fedfomo_stores_models_with_the_private_head():
 
 
 @pytest.mark.slow("programs of several methods")
+def test_a_share_of_the_change_is_that_of_the_method_with_the_private_head():
+    """FedFomo computes its share from the download and from its own state."""
+    own = with_private_head("fedfomo")
+    both = compression(FEDERATION, DATA, top_k=0.5)(own)
+    state = both.init(KEY)
+    ctx = ClientContext(i=0, data=client_data(DATA, 0), t=jnp.int32(0), key=KEY)
+    payload = both.send(state._replace(clients=()), ctx._replace(data=None))
+    client = jax.tree.map(lambda leaf: leaf[0], state.clients)
+    share = own.kept_change(payload, client.method, ctx)
+    np.testing.assert_array_equal(both.kept_change(payload, client, ctx), share)
+    assert jnp.isfinite(both.train(payload, client, ctx).metrics["loss"])
+
+
 def test_a_personal_model_keeps_the_head_that_it_trained():
     """Ditto stores the personal model v. The private head is that of the shared model."""
     algorithm = with_private_head("ditto")
