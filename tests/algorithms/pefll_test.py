@@ -189,5 +189,8 @@ def test_phases_continue_the_networks_and_cannot_start_from_a_model():
 def test_sequences_are_refused():
     _, federation = linear.federated([X], [Y])
     federation = federation._replace(input_dtype="int32")
-    with pytest.raises(UsageError, match=r"^pefll describes vectors and images"):
+    with (
+        jax.numpy_dtype_promotion("standard"),  # else the network refuses integers first
+        pytest.raises(UsageError, match=r"^pefll describes vectors and images"),
+    ):
         algorithms.pefll(linear.Deep(), local_training.sgd(steps=1), federation)

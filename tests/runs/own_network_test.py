@@ -167,7 +167,7 @@ def test_digests_depend_on_the_code_and_the_fields_of_a_module():
 def test_a_configuration_imports_components_by_name(tmp_path, monkeypatch):
     (tmp_path / "somewhere.py").write_text(
         "import flax.linen as nn\nfrom fedjax_pfl.core.task import classification\n"
-        "def net(outputs):\n    return nn.Dense(outputs)\n"
+        "def net(outputs):\n    return nn.Sequential([nn.Dense(outputs)])\n"
         "def learned(outputs):\n    return classification(outputs)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
