@@ -139,17 +139,17 @@ def _feature_width(network: Any, variables: PyTree, federation: Federation) -> i
 
 
 def non_members(data: FederatedData, federation: Federation, i: int) -> Split:
-    """Returns the test examples of client i; of classes only those that it trains on.
+    """Returns the test examples of client i, without those of classes that it does not train on.
 
-    A test set that all clients share has other classes too, and their loss is high whether or not
-    a model tells its training examples apart.
+    A test set that all clients share has other classes too. Their loss is high, which tells nothing
+    about single training examples.
     """
     rows, size = np.asarray(data.test.rows[i]), int(data.test.size[i])
     if not federation.task.has_classes:
         return Split(rows, np.asarray(size))
-    own = np.asarray(data.train.rows[i])[: int(data.train.size[i])]
-    classes, trained = np.asarray(data.y[rows]), np.asarray(data.y[own])
-    is_used = (np.arange(len(rows)) < size) & np.isin(classes, trained)
+    train_rows = np.asarray(data.train.rows[i])[: int(data.train.size[i])]
+    is_trained = np.isin(np.asarray(data.y[rows]), np.asarray(data.y[train_rows]))
+    is_used = (np.arange(len(rows)) < size) & is_trained
     return Split(rows[np.argsort(~is_used, kind="stable")], np.asarray(is_used.sum()))
 
 

@@ -107,7 +107,9 @@ def _check_folder(folder: Path) -> None:
         own = {}
     names = [name for name in ("audit.json", "images.png") if (folder / name).exists()]
     if names and not (isinstance(own, dict) and "inversion" in own):
-        raise UsageError(f"{folder / names[0]} is no audit's and would be lost; give another --out")
+        raise UsageError(
+            f"{folder / names[0]} is not of an audit and would be lost; give another --out"
+        )
 
 
 COMMANDS = {"audit": Command(lambda: HELP, define_flags, write_audit)}

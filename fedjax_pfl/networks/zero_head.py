@@ -41,11 +41,11 @@ class ZeroHead:
 def require_random_head(method: str, model: Any) -> None:
     """Raises UsageError for a head of zeros, which `method` replaces or never trains."""
     random_head = not isinstance(model, ZeroHead)
-    require(random_head, f"{method} needs a random last layer, or its own; set zero_head=False")
+    require(random_head, f"{method} needs a random last layer; set zero_head=False")
 
 
 def require_random_copies(method: str, model: Any, layers: Collection[str]) -> None:
-    """Raises UsageError if copies of these layers are equal, because only the head of zeros is one.
+    """Raises UsageError if copies of `layers` would be equal, as those of a head of zeros are.
 
     `method` trains copies with different initial values. Equal ones would stay equal.
     """

@@ -53,30 +53,19 @@ def check_not_overridden(
 
     Arguments as for `check_used`. A setting at its default passes.
     """
-    defaults = default(registry)
+    values, defaults = _by_path(changes), _by_path(default(registry).to_dict())
     # `rounds` is often their sum, and a user-defined component is given as the setting of its kind.
-    exempt = {"rounds", *registry._fields}
-    paths = [
-        (name, part)
-        for name, value in changes.items()
-        for part in (value if isinstance(value, Mapping) else ("",))
-        if name not in exempt and name in defaults
-    ]
+    changed = {path for path, value in values.items() if value != defaults.get(path)}
+    changed -= {"rounds", *registry._fields}
     for kind in ("phases", "groups"):
         if not all(config[kind] for config in configs):
             continue
-        overrides = [override for config in configs for override in config[kind]]
-        for name, part in paths:
-            value, known = (changes[name][part], defaults[name]) if part else (changes[name], {})
-            default_value = known.get(part) if part else SETTINGS[name].default_value
-            sets = [part in o.get(name, {}) if part else name in o for o in overrides]
-            value = tuple(value) if isinstance(value, list) else value
-            if all(sets) and value != default_value:
-                path = f"{name}.{part}" if part else name
-                raise UsageError(
-                    f"{path} has no effect, because every {kind[:-1]} sets it; set it in the "
-                    f"{kind}, or leave it out"
-                )
+        parts = [set(_by_path(part)) for config in configs for part in config[kind]]
+        for path in sorted(changed.intersection(*parts)):
+            raise UsageError(
+                f"{path} has no effect, because every {kind[:-1]} sets it; set it in the {kind}, "
+                "or leave it out"
+            )
 
 
 def check_used_in_any(
@@ -148,6 +137,17 @@ def check_owners(dataset: Dataset | None, configs: Iterable[ConfigDict]) -> None
             f"partition is {' or '.join(sorted(partitions))}; set partition to natural, or leave "
             "owners out"
         )
+
+
+def _by_path(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested settings by name, such as "pfedla.rate", with tuples for lists."""
+    by_path = dict[str, Any]()
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            by_path |= {f"{name}.{path}": part for path, part in _by_path(value).items()}
+        else:
+            by_path[name] = tuple(value) if isinstance(value, list) else value
+    return by_path
 
 
 def nested(paths: Mapping[str, Any]) -> dict[str, Any]:

@@ -262,7 +262,7 @@ def with_client_state(
         return grouped.observe(method_state(state))
 
     def of_method(member: Algorithm, wrapped: Algorithm) -> Any:
-        """Returns `kept_change` for the new client-side state, unless `wrap` has seen to it."""
+        """Returns `kept_change` for the new client-side state, unless `wrap` has changed it."""
         share = member.kept_change
         if not callable(share) or wrapped.kept_change is not share:
             return wrapped.kept_change

@@ -85,7 +85,7 @@ def test_images_of_an_earlier_audit_are_removed(tmp_path, monkeypatch):
     for name, content in (("images.png", ""), ("audit.json", "[1]")):
         (tmp_path / name).write_text(content)
         line = message(run_here, "audit", "run", f"--out={tmp_path}")
-        assert line.endswith(f"{name} is no audit's and would be lost; give another --out")
+        assert line.endswith(f"{name} is not of an audit and would be lost; give another --out")
     line = message(run_here, "audit", "run", f"--out={tmp_path / 'images.png'}")
     assert line == f"{tmp_path / 'images.png'} cannot be written (File exists)"
 

@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from fedjax_pfl.core.errors import UsageError, require
+from fedjax_pfl.core.errors import UsageError, require, require_count
+from tests.commands import message
 
 
 def test_require_raises_if_false():
@@ -21,3 +23,11 @@ def test_require_passes_traced_conditions():
         return x
 
     assert jax.jit(rate)(-1.0) == -1
+
+
+def test_a_count_is_an_integer_and_no_bool():
+    for value in (None, 1, np.int32(3)):
+        require_count("epochs", value)
+    for value in (True, 0, 2.0, "1"):
+        line = message(require_count, "epochs", value)
+        assert line == f"epochs is {value!r}; it must be an integer, at least 1"

@@ -200,8 +200,8 @@ def good_loss(outputs, y, classes):
     return jnp.mean(jnp.square(outputs - y), -1)
 
 
-pooled = metrics.RMSE._replace(finish=lambda sums, examples: sums.sum() / examples.sum())
-failing = metrics.RMSE._replace(finish=lambda sums, examples: 1 / 0)
+RMSE_OF_ALL = metrics.RMSE._replace(finish=lambda sums, examples: sums.sum() / examples.sum())
+RMSE_THAT_FAILS = metrics.RMSE._replace(finish=lambda sums, examples: 1 / 0)
 
 
 @pytest.mark.parametrize(
@@ -214,8 +214,8 @@ failing = metrics.RMSE._replace(finish=lambda sums, examples: 1 / 0)
         (Task(good_loss, (metrics.RMSE._replace(name="2nd"),)), "a metric called '2nd'; use"),
         (Task(good_loss, (metrics.RMSE, metrics.RMSE)), "mine has two metrics called 'rmse'"),
         (Task(good_loss, (metrics.RMSE._replace(update=bad_loss),)), "mine: rmse gives"),
-        (Task(good_loss, (pooled,)), r"mine: finish of rmse gives \[\] for 2 clients"),
-        (Task(good_loss, (failing,)), "mine: finish of rmse fails for 2 clients: division"),
+        (Task(good_loss, (RMSE_OF_ALL,)), r"mine: finish of rmse gives \[\] for 2 clients"),
+        (Task(good_loss, (RMSE_THAT_FAILS,)), "mine: finish of rmse fails for 2 clients: division"),
         (Task(metrics.cross_entropy, (metrics.RMSE,)), r"mine: loss fails for outputs \[2, 3\]"),
     ],
 )

@@ -291,9 +291,9 @@ def test_natural_leaves_out_small_owners():
 
 def test_settings_can_be_keyword_arguments():
     """The public function passes on those that it does not have itself."""
-    own = set(inspect.signature(partition).parameters)
+    parameters = set(inspect.signature(partition).parameters)
     for name in partitions.PARTITIONS:
-        assert own.isdisjoint(partitions.partition_settings(name)), name
+        assert parameters.isdisjoint(partitions.partition_settings(name)), name
     images = load("synthetic", shape=(2,), classes=4, examples=80)
     data = partition(images, "domains", clients=4, classes=((0, 1), (2, 3)))
     assert data.federation.outputs == 2

@@ -114,7 +114,7 @@ def test_words_that_a_dataset_or_method_does_not_use_are_refused():
     line = message(factorized_fl.get_config, "fedavg-alpha")
     assert "alpha is for factorized_fl and factorized_fl_moved, and the method is fedavg" in line
     assert pfedla.get_config("k1").pfedla.k == 1
-    # All 1,797 digits are for the clients.
+    # 1,600 of the 1,797 digits are for the clients.
     for preset, images in (("digits", 160), ("digits-n20", 80), ("digits-n100", 16)):
         for system in (pfedla, baseline):
             config = system.get_config(preset)

@@ -75,6 +75,13 @@ def test_values_that_every_phase_overrides_are_refused():
     )
 
 
+def test_loggers_are_checked_before_training(tmp_path):
+    planned = plan(log_to="foo")
+    line = message(lambda: search.run_search(planned, seeds=1, out=tmp_path))
+    assert line.startswith("log_to has no 'foo'")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_without_presets_changes_the_algorithm_only(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def get_config():\n    raise RuntimeError\n")
