@@ -1,5 +1,6 @@
 """Properties of a network that are read from its jaxpr, without running it."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
@@ -62,6 +63,7 @@ _FIRST = "channels first"  # an image that is transposed to PyTorch's order
 _SAME = "same"  # a dense layer's outputs, or an image without channels
 _DIVIDED = "divided"  # the same, but one axis of a dense layer's outputs became several
 _PRODUCTS = ("conv_general_dilated", "dot_general")
+KNOWN = "PyTorch's weights are known for convolutions, dense layers and norms"
 _REMEDY = (
     "flatten them as [B, C, ...], with x.transpose(0, 3, 1, 2) before the reshape, or save in the "
     "layout of Flax"
@@ -105,17 +107,23 @@ def flattened_channels(
 
     An image transposed to [B, C, ...] is in PyTorch's order, and so are outputs [B, ..., C] of a
     dense layer, which reads and writes the last axis in PyTorch too. Arguments as for
-    `layers_in_order`. Raises UsageError for a layer that reads an image after an operation, such as
-    a concatenation of flattened images, that leaves its order in PyTorch unknown.
+    `layers_in_order`. Raises UsageError for a dense layer over several axes, and for a layer that
+    reads an image after an operation, such as a concatenation of flattened images, that leaves its
+    order in PyTorch unknown.
     """
     leaves = jax.tree_util.tree_leaves_with_path({"variables": variables})
     arguments = [_Origin(layers=Labels({trees.layer_name(path[1:])})) for path, _ in leaves]
     dense = {trees.layer_name(path[1:]) for path, leaf in leaves if _is_dense_kernel(path, leaf)}
+    shapes = {(trees.layer_name(path[1:]), leaf.shape) for path, leaf in leaves if leaf.ndim > 2}
     closed, channels = jax.make_jaxpr(apply)(variables, x), dict[str, int]()
 
     def operation(eqn: Any, operands: Sequence[_Origin]) -> list[_Origin]:
         results = [_result_origin(eqn, operands, out.aval.shape, dense) for out in eqn.outvars]
         layers = _NO_LABELS.union(*(operand.layers for operand in operands))
+        is_product = eqn.primitive.name == "dot_general" and results[0].is_input
+        for layer, shape in itertools.product(layers, (v.aval.shape for v in eqn.invars)):
+            if is_product and (layer, shape) in shapes:
+                raise UsageError(f"{layer} is a dense layer over several axes; {KNOWN}")
         reordered_by = next((r.reordered_by for r in results if r.reordered_by), "")
         if layers and reordered_by:
             raise UsageError(

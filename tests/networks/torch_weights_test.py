@@ -381,6 +381,12 @@ def test_transposed_convolutions_are_refused():
         torch_weights.check_layers(network, (4, 4, 3))
 
 
+def test_dense_layers_over_several_axes_are_refused():
+    network = nn.Sequential([nn.Conv(3, (2,)), nn.DenseGeneral(4, axis=(1, 2), use_bias=False)])
+    with pytest.raises(UsageError, match=r"^layers_1 is a dense layer over several axes; PyTorch"):
+        torch_weights.check_layers(network, (5, 3))
+
+
 def test_layers_of_a_module_without_names_of_its_layers():
     """The field `layers` of Sequential has modules."""
     network = nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(2)])
