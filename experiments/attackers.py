@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
+from experiments.papers.table import accuracy
 from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.cli.configs import define_data_dir
 from fedjax_pfl.core.errors import UsageError
@@ -96,10 +97,9 @@ def measure(dataset: Mapping[str, Any], row: str, attack: str, share: float) -> 
         settings["robust_share"] = share
     config = configuration.complete(selection.nested(settings))
     results = list(runner.run_all(config).values())
-    scores = [result.metrics[-1]["before"] for result in results]
     measured = {
-        "accuracy": [score["accuracy_mean"] for score in scores],
-        "worst10": [score["accuracy_worst10"] for score in scores],
+        name: [accuracy(result, key=f"accuracy_{key}") / 100 for result in results]
+        for name, key in (("accuracy", "mean"), ("worst10", "worst10"))
     }
     if row in MIXING and share:
         is_attacker = results[0].phases[0].inputs.is_attacker

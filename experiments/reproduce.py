@@ -19,6 +19,7 @@ multiple of 50, and for at least 50.
 """
 
 import fnmatch
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -190,7 +191,8 @@ def tables(table: Table, places: Sequence[Place]) -> list[text_tables.Table]:
                 score = mean_std([measure(run) for run in runs])
                 cells[1], cells[3] = format_cell(score), str(len(runs))
                 if published is not None and _same_data(table, place.plan):
-                    cells[2] = f"{score['mean'] - mean_of(published):+.2f}"
+                    gap = score["mean"] - mean_of(published)
+                    cells[2] = "" if math.isnan(gap) else f"{gap:+.2f}"
                 if second_measure:
                     cells[4] = format_cell(mean_std([second_measure(run) for run in runs]))
                 remark = ", ".join(sorted({plateau(run, table.reported) for run in runs}))

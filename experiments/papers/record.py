@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from experiments.papers import gaps, picture
 from experiments.papers.agreement import CELLS, SEEDS, load
 from experiments.papers.picture import Curves
-from experiments.papers.table import Cell, Table, accuracy, after, cells_of, moved
+from experiments.papers.table import Cell, Table, accuracy, after, cells_of, has_diverged, moved
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.report.comparison import result_settings
@@ -130,7 +130,8 @@ def _record_table(
         new = {
             str(seed): run
             for seed, run in cell_run.runs.items()
-            if str(seed) not in old or _end(run) >= old[str(seed)]["round"][-1]
+            if not has_diverged(run)
+            and (str(seed) not in old or _end(run) >= old[str(seed)]["round"][-1])
         }
         by_seed = _by_seed(old | {seed: _curve(run) for seed, run in new.items()})
         entry = cells.get(place, {"rounds": 0})
@@ -141,7 +142,9 @@ def _record_table(
             by_seed = {seed: curve for seed, curve in by_seed.items() if ends[seed] == longest}
             new = {seed: run for seed, run in new.items() if ends[seed] == longest}
         if not new:
-            yield f"{name} {label}: left out, longer runs are recorded"
+            has_number = not all(map(has_diverged, cell_run.runs.values()))
+            why = "longer runs are recorded" if has_number else "it diverged"
+            yield f"{name} {label}: left out, {why}"
             continue
         curves[label] = by_seed
         entry = _cell_entry(table, place, by_seed, new, entry)
@@ -210,7 +213,8 @@ def _curve(run: run_reader.Run) -> dict[str, Any]:
     curve["round"] = [line["round"] for line in lines]
     for stage in run_reader.STAGES:
         if all(line.get(stage) for line in lines):
-            curve[stage] = [round(100 * line[stage]["accuracy_mean"], 2) for line in lines]
+            scores = [line[stage]["accuracy_mean"] for line in lines]
+            curve[stage] = [None if score is None else round(100 * score, 2) for score in scores]
     observed = [line.get("diagnostics") or {} for line in lines]
     for name, last in observed[-1].items():
         values = [line.get(name) for line in observed]

@@ -1,12 +1,16 @@
 """Published tables: their cells, the settings of each cell, and the measures of a run."""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
+
+from fedjax_pfl.report import run_reader
+from fedjax_pfl.report.numbers import number
 
 PAPERS = Path(__file__).parent
 Measure = Callable[[Any], float]  # takes a run that was read, or a runner's result
@@ -96,9 +100,27 @@ def readable(paper: str, study: str) -> dict[str, Any]:
     }
 
 
+def has_diverged(run: Any) -> bool:
+    """Returns True if outputs of a client are not finite at the last evaluation."""
+    last = run.metrics[-1]
+    return any((last.get(stage) or {}).get("not_finite") for stage in run_reader.STAGES)
+
+
 def accuracy(run: Any, when: str = "before", key: str = "accuracy_mean") -> float:
-    """Returns the mean accuracy over clients at the last evaluation, in per cent."""
-    return 100 * run.metrics[-1][when][key]
+    """Returns the mean accuracy over clients at the last evaluation, in per cent.
+
+    NaN if outputs of a client are not finite: a mean of the others would be another number.
+    """
+    return _accuracy(run.metrics[-1][when], key)
+
+
+def _accuracy(scores: Mapping[str, Any], key: str) -> float:
+    return math.nan if scores.get("not_finite") else 100 * number(scores[key])
+
+
+def curve(run: Any, when: str = "before") -> list[float]:
+    """Returns the accuracy at each evaluation, as `accuracy`."""
+    return [_accuracy(line[when], "accuracy_mean") for line in run.metrics]
 
 
 def after(run: Any) -> float:
@@ -110,7 +132,7 @@ def best(run: Any, key: str = "accuracy_mean") -> float:
     """Returns the served model's accuracy (%) at the evaluation with the best validation score."""
     best_round = run.metrics[-1]["best_round"]
     line = next((m for m in run.metrics if m["round"] == best_round), run.metrics[-1])
-    return 100 * line["before"][key]
+    return _accuracy(line["before"], key)
 
 
 def moved(run: Any) -> int:
@@ -131,22 +153,24 @@ def accuracy_over(is_counted: Callable[[Mapping[str, Any], int], bool], when: st
         rows = [row for row in run.clients if is_counted(row, len(run.clients))]
         missing = (None, "")  # in a row, and in a file
         scores = [
-            row[f"{last}_accuracy"] if score in missing else score
+            number(row[f"{last}_accuracy"] if score in missing else score)
             for row in rows
             for score in [row.get(f"{when}_accuracy")]
         ]
-        return 100 * float(np.mean(np.array(scores, float)))
+        return 100 * float(np.mean(scores))
 
     return measure
 
 
 def plateau(run: Any, when: str = "before") -> str:
     """Tells if the last quarter of the evaluations is within half a point of the third quarter."""
-    curve = [100 * line[when]["accuracy_mean"] for line in run.metrics]
-    quarter = len(curve) // 4
+    values = curve(run, when)
+    quarter = len(values) // 4
+    if has_diverged(run):
+        return "diverged"
     if not quarter:
         return "too short to tell"
-    last, earlier = np.mean(curve[-quarter:]), np.mean(curve[-2 * quarter : -quarter])
+    last, earlier = np.mean(values[-quarter:]), np.mean(values[-2 * quarter : -quarter])
     return "plateau" if abs(last - earlier) <= 0.5 else "not converged"
 
 
@@ -159,4 +183,6 @@ def cell(value: Any) -> str:
     if value is None:
         return "-"
     mean, std = (value, None) if isinstance(value, float | int) else value
+    if math.isnan(mean):
+        return "-"
     return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"

@@ -70,9 +70,14 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
     write_run(runs / "e", "fedavg", 0.1, learning_rate=0.5)  # not the published settings
     write_run(runs / "f", "fedrep", 0.1, finished=False)
     write_run(runs / "g", "ditto", 0.9)  # a row that is not in the paper
+    diverged = write_run(runs / "h", "fedavg", 0.4) / "metrics.jsonl"
+    lines = [json.loads(line) for line in diverged.read_text().splitlines()]
+    lines[-1]["after"] |= {"accuracy_mean": None, "not_finite": 10}
+    diverged.write_text("".join(json.dumps(line) + "\n" for line in lines))
     messages = record.record(TABLE, runs, results)
     assert messages == [
         f"{NAME} local/cifar10-n10: 10 rounds, seeds 0, 2",
+        f"{NAME} fedavg/cifar10-n10: left out, it diverged",
         f"{NAME} pfedla/cifar10-n10: 20 rounds, seeds 0",
         f"{NAME} ditto/cifar10-n10: 10 rounds, seeds 0",
     ]

@@ -59,12 +59,14 @@ def test_the_page_shows_runs_by_their_settings(tmp_path, no_emnist):
     write_run(tmp_path / "c", cell, 2, 0.1)  # a third seed
     write_run(tmp_path / "d", cell, 0, 0.1, learning_rate=0.5)
     write_run(tmp_path / "e", "fedavg/cifar10-n10", 1, 0.9, finished=False)
+    diverged = write_run(tmp_path / "f", "per_fedavg/cifar10-n10", 0, 0.4) / "metrics.jsonl"
+    diverged.write_text(diverged.read_text().replace('"before": {', '"before": {"not_finite": 1, '))
     assert page(FULL, tmp_path).splitlines()[6:] == [
         "cifar10-n10",
         "               published          ours    gap  seeds         after                 remark",
         "local       59.44 ± 0.40  65.00 ± 7.07  +5.56      2  70.00 ± 7.07      too short to tell",
         "fedavg      48.57 ± 0.63       not run                              seed 1 is at round 10",
-        "per_fedavg  52.54 ± 1.79       not run",
+        "per_fedavg  52.54 ± 1.79             -             1         45.00               diverged",
         "",
         "Not the published settings: rounds 60 instead of 600.",
     ]

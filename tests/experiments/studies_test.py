@@ -201,6 +201,20 @@ def test_presets_of_factorized_fl(preset, expected, method_settings):
     assert config.resnet9.width == (16 if "w16" in preset else 64)
 
 
+def test_a_mean_without_diverged_clients_is_no_accuracy():
+    """Clients without finite outputs are left out of the recorded mean, or all of them are."""
+    diverged = {"accuracy_mean": 0.9, "not_finite": 9}
+    some = SimpleNamespace(metrics=[{"before": {"accuracy_mean": 0.5}}, {"before": diverged}])
+    every = {"accuracy_mean": None, "accuracy_weighted": None, "not_finite": 10}
+    all_ = SimpleNamespace(metrics=[{"before": every, "round": 2, "best_round": 2}])
+    np.testing.assert_array_equal(tables.curve(some), [50, np.nan])
+    for run in (some, all_):
+        assert np.isnan(tables.accuracy(run))
+        assert tables.plateau(run) == "diverged"
+    assert np.isnan(tables.best(all_, "accuracy_weighted"))
+    assert tables.cell(common.mean_std([50.0, tables.accuracy(some)])) == "-"
+
+
 def test_a_plateau_compares_the_means_of_the_last_two_quarters():
     """Compares 60 with 60.4 after local training, and 50 with 51 before it."""
     curves = {

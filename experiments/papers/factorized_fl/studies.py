@@ -34,7 +34,7 @@ from experiments.papers import study as common
 from experiments.papers.factorized_fl import gradient_distances
 from experiments.papers.factorized_fl.tables import ROWS, TABLES
 from experiments.papers.study import CLIENTS, DATASET, PAPER, ROUNDS, mean_std
-from experiments.papers.table import moved, plateau
+from experiments.papers.table import curve, moved, plateau
 from fedjax_pfl.algorithms.factorized_fl.pruning import collect_mu, prune
 from fedjax_pfl.core import trees
 from fedjax_pfl.presets import factorized_fl as presets
@@ -82,19 +82,18 @@ def figure6() -> tuple[dict[str, Any], Figure]:
     measured: dict[str, Any] = {}
     for name in common.select_methods(METHODS, ("local", "fedavg", "alpha", "beta")):
         results = _method(name)
-        curves = [[m["after"]["accuracy_mean"] for m in r.metrics] for r in results]
-        curve = 100 * np.mean(curves, 0)
+        mean_curve = np.mean([curve(result, "after") for result in results], 0)
         lines = results[0].metrics
         rounds = [m["round"] for m in lines]
         gigabytes = [(m["bytes_down"] + m["bytes_up"]) / 1e9 for m in lines]
-        over = {"round": rounds, "after": curve.tolist(), "gigabytes": gigabytes}
+        over = {"round": rounds, "after": mean_curve.tolist(), "gigabytes": gigabytes}
         measured[name] = {**numbers(results), "over rounds": over}
         colour = COLOURS[METHODS.index(name)]
-        left.plot(rounds, curve, color=colour, label=name)
+        left.plot(rounds, mean_curve, color=colour, label=name)
         if gigabytes[-1]:
-            right.plot(gigabytes, curve, color=colour)
+            right.plot(gigabytes, mean_curve, color=colour)
         else:  # a method without traffic is a level
-            right.axhline(curve[-1], color=colour, linestyle=":")
+            right.axhline(mean_curve[-1], color=colour, linestyle=":")
     left.set(xlabel="round", ylabel="accuracy after local training (%)")
     right.set(xlabel="gigabytes, both directions", xscale="log")
     figure.legend(frameon=False, ncols=5, loc="outside upper center")
@@ -266,11 +265,11 @@ def single() -> tuple[dict[str, Any], Figure]:
         settings.update(local_epochs=1, clients_per_round=1, eval_every=1)
         settings.held_out = CLIENTS.value - 1
         results = runs(settings, f"single-{name}")
-        curve = 100 * np.array([[m["before"]["accuracy_mean"] for m in r.metrics] for r in results])
+        mean_curve = np.mean([curve(result) for result in results], 0)
         size = parameters(results[0])
-        measured[name] = {"before": curve.mean(0).tolist(), "parameters": size}
-        epochs = range(1, curve.shape[1] + 1)
-        axis.plot(epochs, curve.mean(0), label=f"{name}, {size:,} parameters")
+        measured[name] = {"before": mean_curve.tolist(), "parameters": size}
+        epochs = range(1, len(mean_curve) + 1)
+        axis.plot(epochs, mean_curve, label=f"{name}, {size:,} parameters")
     axis.set(xlabel="epoch", ylabel="accuracy (%)")
     axis.legend(frameon=False)
     return measured, figure

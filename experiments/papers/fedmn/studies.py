@@ -31,7 +31,7 @@ from sklearn.metrics import adjusted_rand_score
 from experiments.papers import setting_checks, study
 from experiments.papers.fedmn import tables as tables
 from experiments.papers.study import DATA_DIR, DATASET, ROUNDS, SEEDS, mean_std, run
-from experiments.papers.table import accuracy, moved
+from experiments.papers.table import accuracy, curve, moved
 from fedjax_pfl import data
 from fedjax_pfl.algorithms import METHODS
 from fedjax_pfl.algorithms.fedmn import router
@@ -235,7 +235,7 @@ def conflict() -> tuple[dict[str, Any], Figure]:
         config.update(algorithm=method, dataset=dataset.name, partition="natural", clients=12)
         config.update(evaluate_after=False, batch_size=8, eval_every=5, fraction=1.0)
         results = study.runs(config, f"conflict-{LABELS.value}-{method}", dataset=dataset)
-        curves = [[100 * m["before"]["accuracy_mean"] for m in r.metrics] for r in results]
+        curves = [curve(result) for result in results]
         rounds = [m["round"] for m in results[0].metrics]
         axis.plot(rounds, np.mean(curves, 0), color=colour, label=METHODS[method].title)
         summary[method] = {"accuracy": mean_std([accuracy(r) for r in results])}

@@ -30,7 +30,7 @@ from sklearn.metrics import silhouette_score
 from experiments.papers import study
 from experiments.papers.pfedhn import tables as tables
 from experiments.papers.study import CLIENTS, DATASET, ROUNDS, SEEDS, mean_std
-from experiments.papers.table import accuracy, best, plateau
+from experiments.papers.table import accuracy, best, curve, plateau
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.errors import UsageError
@@ -276,7 +276,7 @@ def figure5() -> tuple[dict[str, Any], Figure]:
         config = _config(f"n{CLIENTS.value}", local_steps=steps)
         results = study.runs(config, f"figure5-n{config.clients}-{steps}")
         numbers[str(steps)] = _numbers(results)
-        curves = [[100 * m["before"]["accuracy_mean"] for m in r.metrics] for r in results]
+        curves = [curve(result) for result in results]
         rounds = [m["round"] for m in results[0].metrics]
         axis.plot(rounds, np.mean(curves, 0), color=colour, label=str(steps))
     axis.set(xlabel="communication step", ylabel="accuracy (%)")
