@@ -95,6 +95,7 @@ def measured(
       limit: Most seconds for an answer of a rival.
       few: The same work with few clients, to compare the time of a step with.
     """
+    work.forget_peak()
     load_before, cores_before = round(os.getloadavg()[0], 1), work.busy_cores()
     workload = work.compiled(item)
     workload.run()

@@ -1,6 +1,8 @@
 """Workloads of the benchmark, as programs of this library, and facts about the machine."""
 
 import contextlib
+import ctypes
+import gc
 import math
 import os
 import platform
@@ -274,11 +276,24 @@ def _ticks() -> tuple[int, int]:
 
 
 def peak_memory(process: int | str = "self") -> int:
-    """Returns the peak of the resident bytes of a process."""
+    """Returns the peak of the resident bytes of a process, see `forget_peak`."""
     status = Path(f"/proc/{process}/status")
     if status.exists():
         return 1024 * int(status.read_text().split("VmHWM:")[1].split()[0])
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def forget_peak() -> None:
+    """Frees what earlier workloads left and starts the peak anew, on Linux.
+
+    Elsewhere `peak_memory` remains the peak since the start of the process.
+    """
+    jax.clear_caches()
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def resident_memory() -> int:
