@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import flags
 
+from experiments.flag_checks import refuse_unread, require_folders
 from experiments.libraries import reference_work, rivals, scored
 from experiments.libraries.methods import METHODS, Rival
 from experiments.libraries.rivals import Child, Gone
-from experiments.outputs import require_folders
 from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import text_tables
@@ -270,11 +270,18 @@ def main(argv: Sequence[str]) -> None:
     for name in flag_values.methods:
         if name not in METHODS:
             raise UsageError(f"--methods has {name!r}{configuration.suggestion(name, METHODS)}")
-    if not flag_values.rounds and not flag_values["seeds"].using_default_value:
-        raise UsageError("--seeds has no effect without --rounds; leave it out")
+    if not flag_values.rounds:
+        refuse_unread(flag_values, ["seeds"], "without --rounds")
     paths = {key: str(flag_values[key].value) for key in LIBRARIES if flag_values[key].value}
     if not paths:
         raise UsageError("name a checkout: --pfllib=PATH or --fl_bench=PATH")
+    for key in LIBRARIES:
+        if key not in paths:
+            refuse_unread(flag_values, [f"{key}_python"], f"without --{key}")
+    for name in flag_values.methods:
+        if not any(getattr(METHODS[name], key) for key in paths):
+            others = [key for key in LIBRARIES if getattr(METHODS[name], key)]
+            raise UsageError(f"--methods has {name!r}, which is compared with --{others[0]} only")
     sides = [
         Side(
             library=key,
@@ -304,5 +311,5 @@ if __name__ == "__main__":
         "seeds", 3, "With --rounds: seeds, for the standard deviation.", lower_bound=2
     )
     flags.DEFINE_string("out", None, "JSON file of the results.")
-    flags.DEFINE_float("limit", 300.0, "Most seconds that an answer may take.")
+    flags.DEFINE_float("limit", 300.0, "Most seconds that an answer may take.", 1.0)
     run_script(main, __doc__)

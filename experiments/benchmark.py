@@ -26,6 +26,7 @@ from typing import Any
 import jax
 from absl import flags
 
+from experiments.flag_checks import require_folders
 from experiments.libraries import (
     device_list,
     kernels,
@@ -37,7 +38,6 @@ from experiments.libraries import (
     work,
 )
 from experiments.libraries.rivals import Child, Gone
-from experiments.outputs import require_folders
 from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import text_tables

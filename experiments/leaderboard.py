@@ -129,9 +129,11 @@ def run_trial(trial: Trial, seeds: int, out: Path, *, only_show: bool = False) -
     tuning, running = out / "tuning", out / "runs"
     if not only_show:
         _train(trial, 1, tuning)
-    best = choice.best_point(trials.collect(trial, 1, tuning))
+    points = trials.collect(trial, 1, tuning)
+    best = choice.best_point(points)
     if best is None:
-        return {}
+        has_run = all(point.complete for point in points)
+        return {"cannot": "no point of its grid has a finite score"} if has_run else {}
     config = trial.config.copy_and_resolve_references()
     config.seed, config.evaluate_after = SEED, True
     final = Trial(trial.method, config, [best.point], 1)
@@ -207,7 +209,7 @@ def main(argv: Sequence[str]) -> None:
     columns = select(flag_values.columns, COLUMNS, "columns")
     methods = select(flag_values.methods, configuration.ALGORITHMS, "methods")
     out, status = Path(flag_values.out), 0
-    commit, boards = rivals.commit(str(Path(__file__).parent)), board.read(out)
+    commit, boards = rivals.commit(str(Path(__file__).parents[1])), board.read(out)
     planned, about_columns = {}, {}
     for name in columns:
         column = COLUMNS[name]
@@ -218,8 +220,8 @@ def main(argv: Sequence[str]) -> None:
             "settings": dict(column.settings),
             "budget": flag_values.budget,
         }
+        require_recorded(boards, name, about, out)
         if not flag_values.only_show:
-            require_recorded(boards, name, about, out)
             require_no_more_seeds(boards, name, methods, flag_values.seeds, out)
         configs = configured(column, methods)
         for config in configs.values():

@@ -16,6 +16,8 @@ python -m experiments.many_clients --server --methods=pfedla --clients=10,1000 -
 
 --pfllib=CHECKOUT and --fl_bench=CHECKOUT measure instead the memory that those libraries need for
 two rounds of FedAvg on LeNet, up to --most GiB each.
+
+What a file has is not measured again, unless it failed or had other --rounds or --written.
 """
 
 import json
@@ -25,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +35,11 @@ import jax
 import numpy as np
 from absl import flags
 
+from experiments.flag_checks import refuse_unread, require_folders
 from experiments.libraries import rivals, server_share
 from experiments.libraries.pool_rounds import BATCH, CALL, MODELS, POOL, TRAIN, make_functions
 from experiments.libraries.rivals import Child, Gone
 from experiments.libraries.work import Work, parameters, peak_memory
-from experiments.outputs import require_folders
 from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.networks import LeNet
@@ -157,9 +159,8 @@ def measure_libraries(
         command = [python, str(rivals.ADAPTERS / rivals.RIVALS[key].script)]
         rows = results.setdefault(f"{rivals.NAMES[key]}, fedavg", [])
         for clients in sorted(map(int, flag.clients)):
-            if rows and not rows[-1]["ok"]:  # it fails with more clients, too
-                break
-            if any(row["clients"] == clients for row in rows):
+            if any(row["clients"] == clients and row["ok"] for row in rows):
+                print(f"{key}, {clients} clients: {out} has it, not measured again")
                 continue
             arguments = (clients, flag.cohort, flag.most, flag.limit)
             facts = {"cohort": flag.cohort, "commit": rivals.commit(checkout)}
@@ -170,8 +171,41 @@ def measure_libraries(
             except Gone as reason:
                 row["why"] = str(reason)
                 print(f"{key}, {clients} clients: {reason}", flush=True)
+            rows[:] = [old for old in rows if old["clients"] != clients]
             rows.append({**row, "ok": "why" not in row})
             out.write_text(json.dumps(results, indent=2) + "\n")
+            if "why" in row:  # it fails with more clients, too
+                break
+
+
+def refuse_flags(flag_values: Any, libraries: Sequence[str]) -> None:
+    """Raises UsageError for a flag that has no effect on the selected measurement."""
+    if flag_values.server:
+        refuse_unread(flag_values, [*_LIBRARIES, "model", "written", "picture"], "with --server")
+    else:
+        refuse_unread(flag_values, ["hidden"], "without --server")
+    for key in _LIBRARIES:
+        if key not in libraries:
+            refuse_unread(flag_values, [f"{key}_python"], f"without --{key}")
+    if libraries:
+        names = ("methods", "model", "store", "rounds", "written")
+        refuse_unread(flag_values, names, f"with --{libraries[0]}")
+    else:
+        refuse_unread(flag_values, ["most", "limit"], "without another library")
+        if flag_values.store == "sharded" and not flag_values.server:
+            raise UsageError("--store=sharded is measured with --server; choose another store")
+
+
+def read_results(out: Path) -> dict[str, list[dict[str, Any]]]:
+    """Returns the rows of a results file by label, {} if there is none; UsageError if damaged."""
+    try:
+        results: dict[str, list[dict[str, Any]]] = json.loads(out.read_text())
+        curves(results)
+        return results
+    except FileNotFoundError:
+        return {}
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise UsageError(f"{out} has no results of this command; give another --out") from None
 
 
 def require_cohort(results: dict[str, list[dict[str, Any]]], cohort: int, out: Path) -> None:
@@ -198,6 +232,11 @@ def curves(results: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str,
             of_store = (row for row in rows if row["ok"] and row.get("store") == store)
             curves_by_label[name] = sorted(of_store, key=lambda row: row["clients"])
     return curves_by_label
+
+
+def _place(row: Mapping[str, Any]) -> tuple[int, str, int]:
+    """Returns the clients, store and cohort of a row, of which a label has one row."""
+    return row["clients"], row["store"], row.get("cohort", COHORT)
 
 
 def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
@@ -233,13 +272,11 @@ def main(argv: Sequence[str]) -> None:
     flag_values = flags.FLAGS
     if len(argv) > 1:
         raise UsageError(f"{argv[1]!r} is no flag; see --help")
-    if flag_values.server and (flag_values.model != "lenet" or flag_values.written):
-        raise UsageError("--server measures LeNet from an empty store; omit --model and --written")
     libraries = [key for key in _LIBRARIES if flag_values[key].value]
-    if flag_values.server and libraries:
-        raise UsageError(f"--server measures this library; omit --{' and --'.join(libraries)}")
     if flag_values.only:
-        method, clients = flag_values.only.split(":")
+        method, _, clients = flag_values.only.partition(":")
+        if method not in configuration.ALGORITHMS or not clients.isdecimal():
+            raise UsageError(f"--only={flag_values.only} is not METHOD:CLIENTS")
         options: list[Any] = [flag_values[name].value for name in _PASSED]
         if flag_values.server:
             prepare_devices()
@@ -251,6 +288,7 @@ def main(argv: Sequence[str]) -> None:
             row = measure(method, int(clients), *options)
         print(json.dumps(row))
         return
+    refuse_flags(flag_values, libraries)
     unknown = sorted(set(flag_values.methods) - set(configuration.ALGORITHMS))
     if unknown:
         raise UsageError(f"--methods has {', '.join(unknown)}; see fedjax-pfl list methods")
@@ -260,7 +298,7 @@ def main(argv: Sequence[str]) -> None:
     require_folders(flag_values, "out", *(() if flag_values.server else ("picture",)))
     name = "server_share" if flag_values.server else "many_clients"
     out = Path(flag_values.out or f"experiments/results/{name}.json")
-    results: dict[str, list[dict[str, Any]]] = json.loads(out.read_text()) if out.exists() else {}
+    results = read_results(out)
     if not flag_values.server:
         require_cohort(results, flag_values.cohort, out)
     measure_libraries(libraries, results, out)
@@ -278,8 +316,13 @@ def main(argv: Sequence[str]) -> None:
             cohort = flag_values.cohort
             if flag_values.server:  # as `server_share.measure` returns it
                 cohort = min(cohort, int(clients))
-            measured = {(row["clients"], row["store"], row.get("cohort", COHORT)) for row in rows}
-            if (int(clients), flag_values.store, cohort) in measured:
+            place = (int(clients), flag_values.store, cohort)
+            conditions = {"rounds": flag_values.rounds, "written_before": flag_values.written}
+            measured = [row for row in rows if row["ok"] and _place(row) == place]
+            # Older rows do not state their conditions.
+            if any(
+                conditions == {k: row.get(k, v) for k, v in conditions.items()} for row in measured
+            ):
                 print(f"{label}, {clients} clients: {out} has it, not measured again")
                 continue
             flag = [
@@ -292,7 +335,8 @@ def main(argv: Sequence[str]) -> None:
             last = (ran.stdout.splitlines() or [""])[-1]
             row = json.loads(last) if ran.returncode == 0 else {"clients": int(clients)}
             facts = {"cohort": cohort, "store": flag_values.store, "ok": ran.returncode == 0}
-            rows.append({**row, **facts})
+            rows[:] = [row for row in rows if _place(row) != place]
+            rows.append({**row, **facts, **conditions})
             if ran.returncode:
                 line = (ran.stderr.splitlines() or [""])[-1]
             elif flag_values.server:
@@ -331,7 +375,7 @@ if __name__ == "__main__":
         flags.DEFINE_string(_key, None, f"A checkout of {rivals.RIVALS[_key].repository}.")
         flags.DEFINE_string(f"{_key}_python", None, "The Python that runs it. Default: this one.")
     flags.DEFINE_float("most", 12.0, "Most GiB for another library.", lower_bound=0.1)
-    flags.DEFINE_float("limit", 3600.0, "Most seconds for another library.")
+    flags.DEFINE_float("limit", 3600.0, "Most seconds for another library.", 1.0)
     flags.DEFINE_string("picture", "docs/many_clients.svg", "Picture of all numbers.")
     flags.DEFINE_string("only", "", "METHOD:CLIENTS to measure in this process.")
     flags.DEFINE_string("out", None, "Results file. Default: one in experiments/results.")

@@ -5,7 +5,8 @@ python -m experiments.scaling --clients=10,1000,1000000 --memory_gb=80 --model=l
 state   bytes of server-side and client-side state together, which a simulation holds
 grows   order of growth with the number of clients N
 most    number of clients whose state fills --memory_gb
-down    arrays that one client downloads in a round; traffic is less if some are not sent
+down    arrays that one client downloads in a round, with the first of --clients; traffic is less if
+        some are not sent
 up      arrays that one client uploads
 mixing  bytes that each of --devices devices receives from the others in a round, with --cohort
         clients per round and the second of --clients
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from experiments.outputs import require_folders
+from experiments.flag_checks import require_folders
 from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation
@@ -143,7 +144,7 @@ class Growth(NamedTuple):
 
     def most(self, budget: float) -> float:
         """Returns the most clients whose state fits into `budget` bytes, or infinity."""
-        free = budget - self.fixed
+        free = max(0.0, budget - self.fixed)
         if self.pairs:
             root = math.sqrt(self.per_client**2 + 4 * self.pairs * free)
             return (root - self.per_client) / 2 / self.pairs
@@ -166,7 +167,7 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise UsageError(f"{argv[1]!r} is no flag; see --help")
     flag_values = flags.FLAGS
-    columns = [_number(text) for text in flag_values.clients]
+    columns = [_number(text) for text in flag_values.clients or [""]]
     unknown = sorted(set(flag_values.methods) - set(configuration.ALGORITHMS))
     if unknown:
         raise UsageError(f"--methods has {', '.join(unknown)}; see fedjax-pfl list methods")

@@ -187,8 +187,13 @@ def free_port() -> int:
 
 
 class Flags(SimpleNamespace):
-    """Stands for `flags.FLAGS`; a flag that is not given is None, its default."""
+    """Stands for `flags.FLAGS`; a flag without a value in `defaults` has the default None."""
+
+    def __init__(self, defaults=None, **given):
+        self._defaults = defaults or {}
+        super().__init__(**self._defaults | given)
 
     def __getitem__(self, name):
-        is_default = not hasattr(self, name)
-        return SimpleNamespace(value=getattr(self, name, None), using_default_value=is_default)
+        value = getattr(self, name, None)
+        is_default = value == self._defaults.get(name)
+        return SimpleNamespace(value=value, using_default_value=is_default)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from experiments.flag_checks import refuse_unread
 from experiments.libraries import rivals
 from fedjax_pfl.core.errors import UsageError
 
@@ -44,16 +45,16 @@ ITEMS = {
 
 
 def refuse_flags(flag_values: Any) -> None:
-    """Raises UsageError if a flag was given that has no effect: the items have own values."""
+    """Raises UsageError for a flag without effect. The items of --device have their own values."""
     if flag_values.device is None:
-        if not flag_values["seconds"].using_default_value:
-            raise UsageError("--seconds has no effect without --device; leave it out")
+        refuse_unread(flag_values, ["seconds"], "without --device")
+        drawn = [name for name in flag_values["work"].value or ["lenet-"] if "lenet-" in name]
+        if not drawn and not flag_values["add"].value:
+            refuse_unread(flag_values, ["picture"], "without a workload lenet-… in --work")
         return
     names = ["work", "repeats", "limit", "torch", "add", "picture", "note"]
-    for name in [*names, *(key + end for key in rivals.RIVALS for end in ("", "_python"))]:
-        if not flag_values[name].using_default_value:
-            flag_name = f"no{name}" if flag_values[name].value is False else name
-            raise UsageError(f"--{flag_name} has no effect with --device; leave it out")
+    names += [key + end for key in rivals.RIVALS for end in ("", "_python")]
+    refuse_unread(flag_values, names, "with --device")
 
 
 def run_all(out: str | None, seconds: float) -> None:

@@ -124,9 +124,12 @@ def table(profiles: Mapping[str, Mapping[str, Any]], most: int = _LONGEST) -> Ta
     rows = []
     for name, profiled in profiles.items():
         steps, device_seconds = profiled["client_steps"], profiled["device_seconds"] or 1.0
-        seconds = dict(profiled.get("parts", {}))
-        seconds |= {kernel["name"][:60]: kernel["seconds"] for kernel in profiled["kernels"][:most]}
-        for part, part_seconds in seconds.items():
+        seconds = list(profiled.get("parts", {}).items())
+        # Several kernels can share the first 60 letters of their names.
+        seconds += [
+            (kernel["name"][:60], kernel["seconds"]) for kernel in profiled["kernels"][:most]
+        ]
+        for part, part_seconds in seconds:
             share = 100 * part_seconds / device_seconds
             microseconds = 1e6 * part_seconds / steps
             rows.append([f"{name}: {part}", f"{microseconds:.3g}", f"{share:.1f} %"])

@@ -89,16 +89,17 @@ def python(flag: str, path: str | None) -> str:
     executable = sys.executable if path is None else shutil.which(path)
     if executable is None:
         raise UsageError(f"--{flag}={path} is no program")
-    return executable
+    return os.path.abspath(executable)  # rivals run in other folders
 
 
 def commit(path: str) -> str:
-    """Returns the short commit of a checkout, or "unknown"."""
-    command = ["git", "-C", path, "rev-parse", "--short", "HEAD"]
-    with contextlib.suppress(OSError):
+    """Returns the short commit of a checkout, or "unknown" if it is no repository of its own."""
+    command = ["git", "-C", path, "rev-parse", "--show-toplevel", "--short", "HEAD"]
+    with contextlib.suppress(OSError, ValueError):
         process = subprocess.run(command, capture_output=True, text=True, check=False)
-        if process.returncode == 0:
-            return process.stdout.strip()
+        top, short = process.stdout.splitlines()
+        if Path(top).samefile(path):
+            return short
     return "unknown"
 
 

@@ -157,6 +157,16 @@ def test_seeds_need_rounds(call):
     )
 
 
+def test_a_method_without_a_rival_is_refused(call):
+    line = "--methods has 'flute', which is compared with --fl_bench only"
+    assert message(call, "fedavg", "flute") == line
+
+
+def test_a_python_needs_its_checkout(call):
+    line = "--fl_bench_python has no effect without --fl_bench; leave it out"
+    assert message(partial(call, "fedavg", fl_bench_python="python")) == line
+
+
 def test_gap_on_worked_numbers():
     """Only shared names count: the rival's server moved by 4 and differs by 1; no client name."""
     start = {"0/server/a": np.zeros(2), "0/server/b": np.zeros(1), "0/1/c": np.zeros(1)}

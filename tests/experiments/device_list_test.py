@@ -29,6 +29,15 @@ def test_flags_that_the_items_do_not_read_are_refused(given, name, monkeypatch):
     assert message(benchmark.main, ["benchmark"]) == line
 
 
+def test_a_picture_needs_a_workload_that_it_shows(monkeypatch):
+    values = {"device": None, "list": False, "picture": "/nowhere/a.png"}
+    line = "--picture has no effect without a workload lenet-… in --work; leave it out"
+    monkeypatch.setattr(benchmark.flags, "FLAGS", Flags(work=["mlp"], **values))
+    assert message(benchmark.main, ["benchmark"]) == line
+    for shown in ({"work": ["mlp", "lenet-10"]}, {"work": []}, {"work": ["mlp"], "add": True}):
+        device_list.refuse_flags(Flags(**shown, **values))
+
+
 def test_the_time_of_the_items_needs_a_device(monkeypatch):
     monkeypatch.setattr(benchmark.flags, "FLAGS", Flags(device=None, list=False, seconds=1.0))
     line = "--seconds has no effect without --device; leave it out"

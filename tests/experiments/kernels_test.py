@@ -20,6 +20,9 @@ def test_time_is_summed_by_kernel_longest_first():
     ]
     rows = kernels.table({"mlp": {**profile, "client_steps": 1000}}).rows
     assert rows[0] == ["mlp: b", "3e+03", "60.0 %"]
+    events = [("k" * 60 + end, seconds) for end, seconds in (("1", 6e9), ("2", 4e9))]
+    both = {**kernels.summary(events, seconds=10.0), "client_steps": 1000}
+    assert [row[2] for row in kernels.table({"mlp": both}).rows] == ["60.0 %", "40.0 %"]
 
 
 _PROGRAM = """\

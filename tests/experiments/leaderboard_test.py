@@ -239,8 +239,11 @@ def test_fewer_seeds_are_refused_before_any_run(call, tmp_path):
 def test_only_show_writes_nothing(call, tmp_path, capsys):
     call()
     files = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    assert call(only_show=True, budget=3) == {"digits": (4, ["fedavg"])}
-    assert "best of 3" in " ".join(capsys.readouterr().out.split())
+    capsys.readouterr()
+    assert call(only_show=True) == {"digits": (4, ["fedavg"])}
+    assert "best of 4" in " ".join(capsys.readouterr().out.split())
+    line = message(partial(call, only_show=True, budget=3))
+    assert line == f"{tmp_path} has results of digits with budget 4, not 3; give another --out"
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
 
 
@@ -274,3 +277,7 @@ def test_a_finished_line_is_not_run_again(tmp_path, monkeypatch):
         choice, "score", lambda run: 0.0
     )  # now the first point is best, and is not run
     assert leaderboard.run_trial(trial, 2, tmp_path, only_show=True)["points"] == 2
+    monkeypatch.setattr(choice, "score", lambda run: float("nan"))  # all points diverged
+    assert leaderboard.run_trial(trial, 2, tmp_path, only_show=True) == {
+        "cannot": "no point of its grid has a finite score"
+    }

@@ -41,21 +41,23 @@ def test_clients_share_a_pool():
             np.testing.assert_array_equal(cohort.y[rows[place]], data.y[all_rows[i]])
 
 
-@pytest.mark.parametrize("options", [{"model": "mlp"}, {"written": 5}])
-def test_flags_that_the_server_measurement_does_not_have_are_refused(options, monkeypatch):
-    values = {"server": True, "model": "lenet", "written": 0, "only": "pfedla:100"} | options
-    monkeypatch.setattr(flags, "FLAGS", Flags(**values))
-    assert message(many_clients.main, sys.argv[:1]) == (
-        "--server measures LeNet from an empty store; omit --model and --written"
-    )
-
-
-def test_the_server_is_measured_without_other_libraries(monkeypatch):
-    values = {"server": True, "model": "lenet", "written": 0, "pfllib": "a", "fl_bench": "b"}
-    monkeypatch.setattr(flags, "FLAGS", Flags(**values))
-    assert message(many_clients.main, sys.argv[:1]) == (
-        "--server measures this library; omit --pfllib and --fl_bench"
-    )
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"server": True, "model": "mlp"}, "--model has no effect with --server"),
+        ({"server": True, "written": 5}, "--written has no effect with --server"),
+        ({"server": True, "pfllib": "a"}, "--pfllib has no effect with --server"),
+        ({"server": True, "picture": "a.svg"}, "--picture has no effect with --server"),
+        ({"hidden": 4}, "--hidden has no effect without --server"),
+        ({"pfllib": "a", "rounds": 2}, "--rounds has no effect with --pfllib"),
+        ({"fl_bench": "a", "model": "mlp"}, "--model has no effect with --fl_bench"),
+        ({"pfllib_python": "a"}, "--pfllib_python has no effect without --pfllib"),
+        ({"limit": 9.0}, "--limit has no effect without another library"),
+    ],
+)
+def test_flags_that_a_measurement_does_not_read_are_refused(options, expected, monkeypatch):
+    monkeypatch.setattr(flags, "FLAGS", Flags(**{"server": False, "only": ""} | options))
+    assert message(many_clients.main, sys.argv[:1]) == f"{expected}; leave it out"
 
 
 @pytest.mark.parametrize(
@@ -65,10 +67,18 @@ def test_the_server_is_measured_without_other_libraries(monkeypatch):
         ({"clients": ["0"]}, "--clients has '0'; give whole numbers from 1"),
         ({"out": "/nowhere/rows.json"}, "--out=/nowhere/rows.json is in no folder that exists"),
         ({"picture": "/nowhere/a.svg"}, "--picture=/nowhere/a.svg is in no folder that exists"),
+        ({"store": "sharded"}, "--store=sharded is measured with --server; choose another store"),
+        ({"only": "local"}, "--only=local is not METHOD:CLIENTS"),
     ],
 )
 def test_wrong_flags_are_refused_before_any_process(options, expected, tmp_path, monkeypatch):
-    values = {"server": False, "only": "", "methods": ["local"], "clients": ["100"], "pfllib": None}
+    values = {
+        "server": False,
+        "only": "",
+        "methods": ["local"],
+        "clients": ["100"],
+        "store": "disk",
+    }
     values |= {"out": str(tmp_path / "a.json"), "picture": str(tmp_path / "a.svg")} | options
     monkeypatch.setattr(flags, "FLAGS", Flags(**values))
     monkeypatch.setattr(many_clients.subprocess, "run", lambda *_, **__: pytest.fail("it runs"))
@@ -85,10 +95,10 @@ def call(tmp_path, monkeypatch):
             return subprocess.CompletedProcess(command, 0, json.dumps({**ROW, **cohort}), "")
 
         values = {"server": False, "only": "", "methods": ["local"], "clients": ["100"]}
-        values |= {"store": "disk", "rounds": 3, "written": 0, "model": "lenet"}
-        values |= {"out": str(tmp_path / "a.json"), "picture": str(tmp_path / "a.svg")} | options
+        values |= {"store": "disk", "cohort": 100, "rounds": 3, "written": 0, "model": "lenet"}
+        values |= {"out": str(tmp_path / "a.json"), "picture": str(tmp_path / "a.svg")}
         (tmp_path / "a.json").write_text(json.dumps(rows))
-        monkeypatch.setattr(flags, "FLAGS", Flags(**values))
+        monkeypatch.setattr(flags, "FLAGS", Flags(values, **options))
         monkeypatch.setattr(many_clients.subprocess, "run", run)
         monkeypatch.setattr(many_clients.server_share, "line", lambda row: "")
         many_clients.main(sys.argv[:1])
@@ -115,6 +125,26 @@ def test_the_server_is_measured_with_several_cohorts(call):
     options = {"server": True, "methods": ["pfedla"]}
     assert call(old, cohort=2, **options) == old
     assert [row["cohort"] for row in call(old, cohort=4, **options)["pfedla"]] == [2, 4]
+
+
+def test_other_conditions_replace_a_row(call):
+    """Recorded rows do not state their conditions, so they count as measured."""
+    old = {"local": [{**ROW, "ok": True}]}
+    assert call(old, rounds=9)["local"] == old["local"]
+    rows = call(call({}), rounds=9)["local"]
+    assert [row["rounds"] for row in rows] == [9]
+    (row,) = call({"local": rows}, rounds=9, written=50)["local"]
+    assert row["written_before"] == 50
+
+
+def test_a_damaged_file_is_told(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    values = {"server": False, "only": "", "methods": ["local"], "clients": ["1"], "store": "disk"}
+    monkeypatch.setattr(flags, "FLAGS", Flags({**values, "out": str(path), "cohort": 100}))
+    for text in ("{", "[1]", '{"local": [1]}'):
+        path.write_text(text)
+        line = f"{path} has no results of this command; give another --out"
+        assert message(many_clients.main, sys.argv[:1]) == line
 
 
 def test_every_store_has_its_own_curve():
@@ -149,8 +179,6 @@ def test_each_number_of_clients_is_measured_once_in_its_own_process(tmp_path, mo
         only="",
         server=False,
         model="lenet",
-        most=12.0,
-        limit=60.0,
         picture=str(tmp_path / "picture.svg"),
         out=str(out),
     )
@@ -158,13 +186,14 @@ def test_each_number_of_clients_is_measured_once_in_its_own_process(tmp_path, mo
     monkeypatch.setattr(many_clients.subprocess, "run", run)
     for _ in range(2):
         many_clients.main(sys.argv[:1])
-    assert measured == ["--only=local:100", "--only=local:1000"]
+    assert measured == ["--only=local:100", "--only=local:1000", "--only=local:1000"]  # it failed
     assert "local, 1000 clients, disk: it is full" in capsys.readouterr().out
     assert [row["ok"] for row in json.loads(out.read_text())["local"]] == [True, False]
     picture = (tmp_path / "picture.svg").read_bytes()
     many_clients.main(sys.argv[:1])
     assert len(picture) > 1000
     assert (tmp_path / "picture.svg").read_bytes() == picture
+    measured.clear()
 
     def measure_library(start, checkout, clients, cohort, most, limit):
         measured.append((Path(start[1]).name, clients, cohort, most, limit))
@@ -172,13 +201,17 @@ def test_each_number_of_clients_is_measured_once_in_its_own_process(tmp_path, mo
             raise Gone("it has no room")
         return {"clients": clients, "peak": 2**31}
 
-    flag_values.pfllib, flag_values.clients = str(CHECKOUTS / "pfllib"), ["10000", "1000", "100"]
+    values = {"clients": ["10000", "1000", "100"], "out": str(out), "only": "", "server": False}
+    values |= {"picture": str(tmp_path / "picture.svg"), "cohort": 100}
+    values |= {"pfllib": str(CHECKOUTS / "pfllib"), "most": 12.0, "limit": 60.0}
+    monkeypatch.setattr(flags, "FLAGS", Flags({"methods": ["local"]}, **values))
     monkeypatch.setattr(many_clients, "measure_library", measure_library)
     monkeypatch.setattr(many_clients.rivals, "commit", lambda path: "d832e76")
-    for _ in range(2):  # larger numbers are not tried after a failure
-        many_clients.main(sys.argv[:1])
+    many_clients.main(sys.argv[:1])  # larger numbers are not tried after a failure
     rival = "rival_pfllib.py"
-    assert measured[2:4] == [(rival, 100, 100, 12.0, 60.0), (rival, 1000, 100, 12.0, 60.0)]
+    assert measured == [(rival, n, 100, 12.0, 60.0) for n in (100, 1000)]
+    many_clients.main(sys.argv[:1])  # what failed is measured again
+    assert [call[1] for call in measured] == [100, 1000, 1000]
     assert "pfllib, 1000 clients: it has no room" in capsys.readouterr().out
     rows = json.loads(out.read_text())
     assert [row["ok"] for row in rows["PFLlib, fedavg"]] == [True, False]

@@ -63,6 +63,11 @@ def test_bytes_between_devices():
     assert scaling.received(10, 100, 1) == 0
 
 
+def test_a_fixed_state_beyond_the_memory_leaves_no_client():
+    assert scaling.Growth(fixed=2e8, per_client=1e3, pairs=0.0).most(1e8) == 0
+    assert scaling.Growth(fixed=2e8, per_client=1e3, pairs=1.0).most(1e8) == 0
+
+
 @pytest.fixture
 def call(monkeypatch, tmp_path):
     """Calls the command with ten clients, and returns the file that it writes."""
@@ -86,9 +91,11 @@ def test_methods_that_a_network_cannot_have_are_left_out(call, monkeypatch, caps
     assert local.startswith("local  ")
 
 
-def test_networks_of_text_are_refused(call, tmp_path):
+def test_networks_of_text_are_refused(call, tmp_path, monkeypatch):
     assert message(call, "lstm", "local") == (
         "--model=lstm does not take images; use one of cnn, dropout_cnn, lenet, mlp, mobilenet, "
         "resnet9, small"
     )
+    monkeypatch.setattr(flags, "FLAGS", Flags(clients=[]))
+    assert message(scaling.main, ["scaling"]).startswith("--clients has ''; give whole numbers")
     assert not (tmp_path / "out.json").exists()

@@ -1,9 +1,9 @@
-"""Tests of checks before long measurements."""
+"""Tests of checks of flags, before long measurements."""
 
 import pytest
 from absl import flags
 
-from experiments import agree, outputs, scaling
+from experiments import agree, flag_checks, scaling
 from experiments.libraries import rivals
 from tests.commands import Flags, message
 
@@ -11,8 +11,10 @@ LINE = "--out=/nowhere/a.json is in no folder that exists"
 
 
 def test_a_file_needs_a_folder(tmp_path):
-    outputs.require_folders(Flags(out=str(tmp_path / "new.json"), picture=None), "out", "picture")
-    assert message(outputs.require_folders, Flags(out="/nowhere/a.json"), "out") == LINE
+    flag_checks.require_folders(
+        Flags(out=str(tmp_path / "new.json"), picture=None), "out", "picture"
+    )
+    assert message(flag_checks.require_folders, Flags(out="/nowhere/a.json"), "out") == LINE
 
 
 @pytest.mark.parametrize(
