@@ -35,13 +35,15 @@ def _read_numbers(name: str, file: Path) -> np.ndarray:
     return numbers
 
 
-def har(path: str, *, signals: bool = True) -> Dataset:
+def har(path: str, *, signals: bool = True, overlap: bool = False) -> Dataset:
     """Six activities of 30 subjects with a smartphone, the folder "UCI HAR Dataset", har:FOLDER.
 
     The subjects are the owners. The test set has other subjects than the training set.
 
     Args:
       signals: Read the recordings, 128 steps of 9 signals. False: the 561 features.
+      overlap: Read all windows, each of which shares half of its steps with the next one, for the
+        split official. False: every second window of a subject.
     """
     root, name = find_path("har", path), f"har:{path}"
 
@@ -61,7 +63,11 @@ def har(path: str, *, signals: bool = True) -> Dataset:
             x = _read_numbers(name, folder / f"X_{part}.txt")
         if not len(x) == len(label) == len(subject):
             raise UsageError(f"{name}: the files of {part} have different numbers of rows")
-        return x, label, subject
+        if overlap:
+            return x, label, subject
+        windows = (np.flatnonzero(subject == owner)[::2] for owner in np.unique(subject))
+        rows = np.sort(np.concatenate(list(windows)))
+        return x[rows], label[rows], subject[rows]
 
     (x, y, subject), (x_test, y_test, subject_test) = read("train"), read("test")
     if x.shape[1:] != x_test.shape[1:]:
@@ -88,6 +94,7 @@ def har(path: str, *, signals: bool = True) -> Dataset:
         owner_names=names,
         normalise=Normalisation("federation", np.ones(x.shape[-1], bool), targets=False),
         metadata={"classes": [classes[i] for i in ids]},
+        overlapping=overlap,
     )
 
 

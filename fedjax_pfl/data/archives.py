@@ -21,7 +21,7 @@ _DAMAGED = (zipfile.BadZipFile, zlib.error)
 def npz(path: str, *, train: str = "train", test: str = "test") -> Dataset:
     """Arrays train_images, train_labels, test_images, ... or x_train, ... of a file, npz:FILE.
 
-    Grey images get an axis of channels. Labels with several columns are several labels.
+    Grey images of 8 bits get an axis of channels. Labels with several columns are several labels.
 
     Args:
       train: Parts to train on, separated by commas, such as train,val.
@@ -102,7 +102,7 @@ def digit5(path: str, *, size: int = 32) -> Dataset:
     domains = sorted(parts)
 
     def join(i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        x = np.concatenate([_resize(parts[domain][i][0], size) for domain in domains])
+        x = np.concatenate([_resize(name, parts[domain][i][0], size) for domain in domains])
         y = np.concatenate([parts[domain][i][1] for domain in domains])
         return x, y, np.repeat(domains, [len(parts[domain][i][1]) for domain in domains])
 
@@ -157,10 +157,17 @@ def _digit5_arrays(name: str, folder: Path) -> dict[str, list[tuple[np.ndarray, 
     return domains
 
 
-def _resize(x: np.ndarray, size: int) -> np.ndarray:
-    """Returns images resized to uint8 [n, size, size, 3]."""
+def _resize(name: str, x: np.ndarray, size: int) -> np.ndarray:
+    """Returns images with values from 0 to 255 resized to uint8 [n, size, size, 3].
+
+    Raises UsageError, with the dataset's `name`, for other values, also from 0 to 1.
+    """
     from PIL import Image
 
+    if x.size and x.dtype != np.uint8 and not (x.min() >= 0 and 1 < x.max() <= 255):
+        raise UsageError(
+            f"{name}: images have values from {x.min():g} to {x.max():g}, not from 0 to 255"
+        )
     result = np.empty((len(x), size, size, 3), np.uint8)
     for row, image in zip(result, np.broadcast_to(x, (*x.shape[:3], 3)), strict=True):
         pixels = np.ascontiguousarray(image, np.uint8)

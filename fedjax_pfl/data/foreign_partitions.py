@@ -123,6 +123,7 @@ def write(partition: Partition, folder: Path) -> None:
     for suffix, examples in (("", partition.train), ("_test", partition.test)):
         for name, array in examples._asdict().items():
             np.save(folder / f"{name}{suffix}.npy", array)
+    np.save(folder / "outputs.npy", partition.classes)  # some may have no example here
 
 
 def _concatenate(label: str, examples: Sequence[tuple[np.ndarray, np.ndarray]]) -> Examples:
@@ -155,7 +156,8 @@ def _check(folder: Path, partition: Partition, clients: int) -> Partition:
 def _labels(path: Path, values: Any) -> np.ndarray:
     """Returns labels as int32 [n]; raises UsageError, with the path, if they are not integers."""
     y = np.asarray(values)
-    if y.ndim != 1 or (len(y) and not (np.isfinite(y).all() and np.all(y == y.astype(np.int32)))):
+    is_numeric = y.ndim == 1 and (not len(y) or y.dtype.kind in "biuf")
+    if not is_numeric or not (np.isfinite(y).all() and np.all(y == y.astype(np.int32))):
         raise UsageError(f"{path}: labels are not one integer for each example")
     return y.astype(np.int32)
 
@@ -189,7 +191,9 @@ def _fl_bench_examples(folder: Path) -> tuple[np.ndarray, np.ndarray]:
                 x, y = (np.load(folder / name, allow_pickle=False) for name in (x_name, y_name))
             except (OSError, ValueError, EOFError) as error:
                 raise UsageError(f"{folder} cannot be read: {first_line(error)}") from None
-            return _images(x), _labels(folder / y_name, np.squeeze(y))
+            if x.dtype.kind not in "biuf" or not x.size:
+                raise UsageError(f"{folder / x_name} has no numbers")
+            return _images(x), _labels(folder / y_name, y[:, 0] if y.shape[1:] == (1,) else y)
     batches = [folder / f"cifar-10-batches-py/data_batch_{i}" for i in range(1, 6)]
     for files, label in (
         ([*batches, folder / "cifar-10-batches-py/test_batch"], "labels"),
@@ -202,9 +206,14 @@ def _fl_bench_examples(folder: Path) -> tuple[np.ndarray, np.ndarray]:
                     "files do not have: write data.npy and targets.npy there"
                 )
             contents = [plain_pickle.load(file) for file in files]
-            x = np.concatenate([content["data"] for content in contents])
-            y = np.concatenate([content[label] for content in contents])
-            return x.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), y.astype(np.int32)
+            try:
+                x = np.concatenate([content["data"] for content in contents])
+                y = np.concatenate([content[label] for content in contents])
+                pixels = x.reshape(-1, 3, 32, 32)
+            except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+                line = first_line(error)
+                raise UsageError(f"{files[0].parent} has no images of CIFAR: {line}") from None
+            return pixels.transpose(0, 2, 3, 1), _labels(files[0], y)
     if train := _idx_training_file(folder):
         tests = [train.with_name(train.name.replace("train", part)) for part in ("t10k", "test")]
         images = [train, tests[0] if tests[0].is_file() else tests[1]]

@@ -187,6 +187,8 @@ def _characters(
         raise UsageError(f"{name}: some examples are text and others are not; use one type")
     vocabulary = characters([*xs[0], *ys[0], *xs[1], *ys[1]])
     longest = max(len(x) for part in xs for x in part)
+    if not longest:
+        raise UsageError(f"{name}: all texts are empty")
     x = [_pad([encode(sequence, vocabulary) for sequence in part], longest) for part in xs]
     y = [
         _label_last(rows, encode("".join(part), vocabulary))

@@ -21,7 +21,8 @@ def is_mapped(array: Any) -> bool:
 def npy(path: str) -> Dataset:
     """Arrays x.npy, y.npy and optionally owner.npy in npy:FOLDER, as for `arrays`.
 
-    A test set is read from x_test.npy, y_test.npy and owner_test.npy, if there are such files.
+    A test set is read from x_test.npy, y_test.npy and owner_test.npy, if there are such files, and
+    the number of outputs, such as classes, from outputs.npy.
     Without one, arrays stay in their files and may exceed memory; with one, they are copied.
     """
     folder, name = find_path("npy", path), f"npy:{path}"
@@ -37,11 +38,16 @@ def npy(path: str) -> Dataset:
     def read_optional(array: str) -> np.ndarray | None:
         return read(array) if Path(folder, f"{array}.npy").exists() else None
 
+    outputs = read_optional("outputs")
+    if outputs is not None and (outputs.size != 1 or outputs.dtype.kind not in "iu"):
+        kind = f"{outputs.dtype} {list(outputs.shape)}"
+        raise UsageError(f"{name}: outputs.npy has {kind}; use one integer")
     return arrays(
         read("x"),
         read("y"),
         read_optional("x_test"),
         read_optional("y_test"),
+        outputs=None if outputs is None else int(outputs.item()),
         owners=read_optional("owner"),
         owners_test=read_optional("owner_test"),
         name=name,

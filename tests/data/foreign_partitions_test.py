@@ -64,6 +64,19 @@ def test_examples_of_pfllib(tmp_path, capsys):
     )
 
 
+def test_classes_without_examples_stay(tmp_path):
+    """PFLlib states nine classes, and clients have four of them."""
+    pfllib(tmp_path / "cifar")
+    config = tmp_path / "cifar" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_classes": 9}))
+    foreign_partitions.write(foreign_partitions.read(tmp_path / "cifar"), out := tmp_path / "out")
+    assert data.load(f"npy:{out}").outputs == 9
+    np.save(out / "outputs.npy", [9.0, 1.0])
+    assert message(data.load, f"npy:{out}") == (
+        f"npy:{out}: outputs.npy has float64 [2]; use one integer"
+    )
+
+
 def test_texts_of_pfllib_lose_their_lengths(tmp_path):
     pfllib(tmp_path)
     tokens = [([3, 1, 0], 2), ([2, 2, 2], 3)]
@@ -246,5 +259,20 @@ def test_damaged_folders_are_refused(tmp_path):
     fl_bench(bench, "femnist")
     np.save(bench / "targets.npy", np.zeros(13, int))
     assert "has 12 inputs and 13 labels" in message(foreign_partitions.read, bench)
+    np.save(bench / "targets.npy", np.array(["a"] * 12))
+    assert "targets.npy: labels are not one integer" in message(foreign_partitions.read, bench)
     (bench / "targets.npy").unlink()
     assert f"{bench} cannot be read: [Errno 2]" in message(foreign_partitions.read, bench)
+    np.save(bench / "targets.npy", np.zeros(12, int))
+    for wrong in (np.array(["a"] * 12), np.zeros((0, 784))):
+        np.save(bench / "data.npy", wrong)
+        assert message(foreign_partitions.read, bench) == f"{bench / 'data.npy'} has no numbers"
+
+    cifar = tmp_path / "cifar10"
+    fl_bench(cifar, "cifar")
+    batch = cifar / "cifar-10-batches-py" / "data_batch_2"
+    for damaged in ([1], {b"data": [1]}, {"data": np.zeros((2, 5)), "labels": [0, 1]}):
+        batch.write_bytes(pickle.dumps(damaged))
+        assert "cifar-10-batches-py has no images of CIFAR" in message(
+            foreign_partitions.read, cifar
+        )

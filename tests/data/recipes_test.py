@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from scipy.io import savemat
 
-from fedjax_pfl.data import load
+from fedjax_pfl.data import archives, load
 from fedjax_pfl.presets import baseline
 from fedjax_pfl.runs import build
 from fedjax_pfl.settings import configuration
@@ -109,7 +109,7 @@ def har(folder="UCI HAR Dataset"):
     root = Path(folder)
     for part, subjects in (("train", range(1, 22)), ("test", range(22, 31))):
         (root / part / "Inertial Signals").mkdir(parents=True)
-        subject = np.repeat(list(subjects), 4)
+        subject = np.repeat(list(subjects), 8)
         n = len(subject)
         np.savetxt(root / part / f"subject_{part}.txt", subject, "%d")
         np.savetxt(root / part / f"y_{part}.txt", 1 + np.arange(n) % 6, "%d")
@@ -206,6 +206,11 @@ def test_details_of_readers(tmp_path, monkeypatch):
     digits = load("digit5:Digit-Five", size=8)
     assert digits.x_train.shape == (60, 8, 8, 3)
     assert digits.y_train.tolist() == [*range(10), 0, 1] * 5
+    for values in (0.9, 300.0, -1.0):
+        line = message(archives._resize, "digit5", np.full((1, 4, 4, 1), values), 4)
+        assert (
+            line == f"digit5: images have values from {values:g} to {values:g}, not from 0 to 255"
+        )
     np.savez(
         "chest.npz",
         train_images=np.zeros((4, 5, 5), np.uint8),
@@ -214,7 +219,12 @@ def test_details_of_readers(tmp_path, monkeypatch):
     chest = load("npz:chest.npz")
     assert (chest.x_train.shape, chest.y_train.dtype, chest.x_test) == ((4, 5, 5, 1), bool, None)
     har()
-    assert load("har:UCI HAR Dataset", signals=False).x_train.shape == (84, 7)
+    every = load("har:UCI HAR Dataset", signals=False, overlap=True)
+    assert (every.x_train.shape, every.overlapping) == ((168, 7), True)
+    half = load("har:UCI HAR Dataset", signals=False)
+    assert not half.overlapping
+    np.testing.assert_array_equal(half.x_train, every.x_train[::2])  # 8 windows of each subject
+    np.testing.assert_array_equal(half.owner_test, every.owner_test[::2])
     pamap2()
     recordings = load("pamap2:PAMAP2_Dataset/Protocol", length=100)
     assert recordings.x_train.shape == (9 * (3 + 2 + 2), 100, 27)

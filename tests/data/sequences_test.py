@@ -126,6 +126,9 @@ def test_leaf_encodes_characters_and_tweets(tmp_path):
     assert dataset.outputs == 4
     every = load(f"leaf:{tmp_path / 'plays'}", every_position=True)
     assert every.y_train.tolist() == [[2, 3], [1, 1]]
+    empty = {"R": ([""], ["a"])}
+    line = message(load, leaf_folder(tmp_path / "empty", empty, empty))
+    assert line.endswith("all texts are empty")
     line = message(lambda: federate(dataset, "natural", clients=1))  # the default split is pooled
     assert "would train on parts of the test windows: use split=official" in line
     assert "validation windows" in message(

@@ -42,7 +42,7 @@ from fedjax_pfl.core.algorithm import (
     PyTree,
     State,
 )
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, require, require_above, require_at_least
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.core.groups import has_groups
 from fedjax_pfl.transforms.privacy import clip_and_noise, correlated_noise
@@ -106,6 +106,12 @@ def client_privacy(
         clients are then refused: their uploads depend on their earlier rounds. Transforms around
         this one must not add such state.
     """
+    require_above("clip_norm", clip_norm, 0)
+    require_at_least("noise_multiplier", noise_multiplier, 0)
+    for name, count in (("clients_per_round", clients_per_round), ("bands", bands)):
+        require_at_least(name, count, 1)
+    require_above("quantile", quantile, 0)
+    require(quantile is None or quantile < 1, f"quantile is {quantile}; it must be below 1")
     is_clipped = math.isfinite(clip_norm)
     if not is_clipped and (noise_multiplier or quantile is not None):
         raise UsageError("noise and a quantile need a finite clip_norm; set it, such as to 1")

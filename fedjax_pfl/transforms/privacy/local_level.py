@@ -13,6 +13,7 @@ Deviations: variances of BatchNorm are kept at 0 or above. Uploads with integers
 refused.
 """
 
+import math
 from collections.abc import Callable, Collection
 
 import jax
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, ClientResult, PyTree
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, require, require_above, require_at_least
 from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.groups import as_grouped, group_algorithms, has_groups
 from fedjax_pfl.transforms.privacy import clip_and_noise
@@ -47,6 +48,10 @@ def local_privacy(
       noise_multiplier: Standard deviation of the noise, in multiples of `clip_norm`.
       private: Layers that `private_layers` keeps on the client. They get no noise.
     """
+    require_above("clip_norm", clip_norm, 0)
+    require_at_least("noise_multiplier", noise_multiplier, 0)
+    is_finite = not noise_multiplier or clip_norm < math.inf
+    require(is_finite, "noise needs a finite clip_norm; set it, such as to 1")
 
     def wrap(member: Algorithm) -> Callable[..., ClientResult]:
         def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:

@@ -1,6 +1,7 @@
 """Tests of client-level privacy: clipping, noise, released uploads, and methods that admit it."""
 
 import math
+from functools import partial
 from typing import Any
 
 import chex
@@ -19,6 +20,7 @@ from fedjax_pfl.transforms.privacy import clip_and_noise
 from fedjax_pfl.transforms.privacy.client_level import client_privacy, unsupported_reason
 from fedjax_pfl.transforms.server_optimizer import server_optimizer
 from tests import cases, rules, tiny
+from tests.commands import message
 from tests.transforms.server_optimizer_test import toy
 
 KEY = jax.random.key(3)
@@ -26,6 +28,24 @@ DATA, FEDERATION = tiny.federated()
 K, SIZE = tiny.CLIENTS, 20_000
 ADMITTED = ("apfl", "ditto", "fedavg", "fedper", "fedrep", "pfedme", "scaffold")
 REFUSED = ("factorized_fl", "fedas", "fedmn", "fedproto", "local", "pfedhn", "pfedla")
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"clip_norm": -1.0}, "clip_norm is -1.0; it must be above 0"),
+        ({"clip_norm": math.nan}, "clip_norm is nan; it must be above 0"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier is -1.0; it must be at least 0"),
+        ({"clip_norm": 1.0, "quantile": 1.0}, "quantile is 1.0; it must be below 1"),
+        ({"bands": 0}, "bands is 0; it must be at least 1"),
+        ({"clients_per_round": 0}, "clients_per_round is 0; it must be at least 1"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(settings: dict[str, Any], line: str):
+    assert (
+        message(partial(client_privacy, FEDERATION, DATA, **{"clients_per_round": K} | settings))
+        == line
+    )
 
 
 def private(algorithm: Algorithm, **settings: Any) -> Algorithm:

@@ -1,5 +1,6 @@
 """Tests of local privacy: clipped and noised uploads."""
 
+import math
 from typing import Any
 
 import jax
@@ -19,6 +20,16 @@ DOWN = {"params": {"a": jnp.float32([1.0, 1.0]), "b": jnp.float32([2.0])}}
 # The change is (3, 0) and −4, with norm 5.
 UP = {"params": {"a": jnp.float32([4.0, 1.0]), "b": jnp.float32([-2.0])}}
 KEY = jax.random.key(2)
+
+
+def test_arguments_out_of_range_are_refused():
+    for settings, line in (
+        ({"clip_norm": -1.0}, "clip_norm is -1.0; it must be above 0"),
+        ({"clip_norm": 1.0, "noise_multiplier": -1.0}, "noise_multiplier is -1.0; it must be at"),
+        ({"clip_norm": math.inf, "noise_multiplier": 1.0}, "noise needs a finite clip_norm"),
+    ):
+        with pytest.raises(UsageError, match=f"^{line}"):
+            local_privacy(DATA, **settings)
 
 
 def scripted(upload: Any) -> Algorithm:
