@@ -16,7 +16,7 @@ def require_folders(flag_values: Any, *names: str) -> None:
 
 
 def refuse_unread(flag_values: Any, names: Sequence[str], when: str) -> None:
-    """Raises UsageError if one of these flags is given, which have no effect `when`."""
+    """Raises UsageError if a flag is given that has no effect; `when` ends the message."""
     for name in names:
         if not flag_values[name].using_default_value:
             flag_name = f"no{name}" if flag_values[name].value is False else name

@@ -182,9 +182,10 @@ def require_recorded(
         return
     for key, value in json.loads(json.dumps(about)).items():
         if (recorded := column["about"].get(key)) != value:
+            remedy = f"--budget={recorded} or another" if key == "budget" else "another"
             raise UsageError(
-                f"{out} has results of {name} with {key} {recorded}, not {value}; "
-                "give another --out"
+                f"{out} has results of {name} with {key} {recorded}, not {value}; give "
+                f"{remedy} --out"
             )
 
 
@@ -241,7 +242,7 @@ def main(argv: Sequence[str]) -> None:
                     boards = board.read(out)  # with lines that other calls added meanwhile
                 lines = board.column(boards, name, about_columns[name])["methods"]
                 if "cannot" in line and "seeds" in lines.get(trial.method, {}):
-                    continue  # an error of this machine, such as missing data; the scores stay
+                    continue  # scores stay: the error may be of this machine, as missing data are
                 if line:
                     lines[trial.method] = board.with_commit(line, commit, lines.get(trial.method))
                 if line and not flag_values.only_show:

@@ -182,8 +182,12 @@ def refuse_flags(flag_values: Any, libraries: Sequence[str]) -> None:
     """Raises UsageError for a flag that has no effect on the selected measurement."""
     if flag_values.server:
         refuse_unread(flag_values, [*_LIBRARIES, "model", "written", "picture"], "with --server")
+        if "pfedla" not in flag_values.methods:
+            refuse_unread(flag_values, ["hidden"], "without pfedla in --methods")
     else:
         refuse_unread(flag_values, ["hidden"], "without --server")
+        if flag_values.store == "device":
+            refuse_unread(flag_values, ["written"], "with --store=device")
     for key in _LIBRARIES:
         if key not in libraries:
             refuse_unread(flag_values, [f"{key}_python"], f"without --{key}")
@@ -234,8 +238,8 @@ def curves(results: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str,
     return curves_by_label
 
 
-def _place(row: Mapping[str, Any]) -> tuple[int, str, int]:
-    """Returns the clients, store and cohort of a row, of which a label has one row."""
+def _row_key(row: Mapping[str, Any]) -> tuple[int, str, int]:
+    """Returns (clients, store, cohort), which identifies a row of a label."""
     return row["clients"], row["store"], row.get("cohort", COHORT)
 
 
@@ -316,9 +320,9 @@ def main(argv: Sequence[str]) -> None:
             cohort = flag_values.cohort
             if flag_values.server:  # as `server_share.measure` returns it
                 cohort = min(cohort, int(clients))
-            place = (int(clients), flag_values.store, cohort)
+            row_key = (int(clients), flag_values.store, cohort)
             conditions = {"rounds": flag_values.rounds, "written_before": flag_values.written}
-            measured = [row for row in rows if row["ok"] and _place(row) == place]
+            measured = [row for row in rows if row["ok"] and _row_key(row) == row_key]
             # Older rows do not state their conditions.
             if any(
                 conditions == {k: row.get(k, v) for k, v in conditions.items()} for row in measured
@@ -335,7 +339,10 @@ def main(argv: Sequence[str]) -> None:
             last = (ran.stdout.splitlines() or [""])[-1]
             row = json.loads(last) if ran.returncode == 0 else {"clients": int(clients)}
             facts = {"cohort": cohort, "store": flag_values.store, "ok": ran.returncode == 0}
-            rows[:] = [row for row in rows if _place(row) != place]
+            has_failed = bool(ran.returncode)
+            rows[:] = [
+                old for old in rows if _row_key(old) != row_key or (has_failed and old["ok"])
+            ]
             rows.append({**row, **facts, **conditions})
             if ran.returncode:
                 line = (ran.stderr.splitlines() or [""])[-1]

@@ -144,7 +144,8 @@ class Growth(NamedTuple):
 
     def most(self, budget: float) -> float:
         """Returns the most clients whose state fits into `budget` bytes, or infinity."""
-        free = max(0.0, budget - self.fixed)
+        if (free := budget - self.fixed) < 0:
+            return 0.0
         if self.pairs:
             root = math.sqrt(self.per_client**2 + 4 * self.pairs * free)
             return (root - self.per_client) / 2 / self.pairs

@@ -284,9 +284,9 @@ def peak_memory(process: int | str = "self") -> int:
 
 
 def forget_peak() -> None:
-    """Frees what earlier workloads left and starts the peak anew, on Linux.
+    """Frees memory of earlier workloads, and resets the peak of `peak_memory` on Linux.
 
-    Elsewhere `peak_memory` remains the peak since the start of the process.
+    Elsewhere it remains the peak since the start of the process.
     """
     jax.clear_caches()
     gc.collect()

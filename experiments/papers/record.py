@@ -4,8 +4,9 @@ cells.json has a cell's numbers by seed, TABLE-full.json its curves, and TABLE-f
 them. gaps-PAPER.png shows our numbers next to the published ones.
 A run belongs to a cell if it has the published settings, except for rounds, evaluations, and the
 seeds of the run and its partition. A new run replaces the recorded one with the same seed unless it
-is shorter. A cell's accuracies are those at the last round at which three seeds were evaluated, or
-as many as there are. Of other measures only the final value is known, so the longest runs count.
+is shorter. Evaluations with outputs that are not finite, and runs that end so, are left out. A
+cell's accuracies are those at the last round at which three seeds were evaluated, or as many as
+there are. Of other measures only the final value is known, so the longest runs count.
 """
 
 import contextlib
@@ -127,10 +128,11 @@ def _record_table(
         place = (name, cell_run.cell.row, cell_run.cell.column)
         label = "/".join(place[1:])
         old = curves.get(label, {})
+        diverged = [str(s) for s, run in cell_run.runs.items() if has_diverged(run.metrics[-1])]
         new = {
             str(seed): run
             for seed, run in cell_run.runs.items()
-            if not has_diverged(run)
+            if str(seed) not in diverged
             and (str(seed) not in old or _end(run) >= old[str(seed)]["round"][-1])
         }
         by_seed = _by_seed(old | {seed: _curve(run) for seed, run in new.items()})
@@ -138,18 +140,20 @@ def _record_table(
         measures = filter(None, table.measures(cell_run.cell.column))
         if any(measure not in STAGES for measure in measures):
             ends = {seed: curve["round"][-1] for seed, curve in by_seed.items()}
-            longest = max(entry["rounds"], *ends.values())
+            longest = max([entry["rounds"], *ends.values()])
             by_seed = {seed: curve for seed, curve in by_seed.items() if ends[seed] == longest}
             new = {seed: run for seed, run in new.items() if ends[seed] == longest}
         if not new:
-            has_number = not all(map(has_diverged, cell_run.runs.values()))
+            has_number = len(diverged) < len(cell_run.runs)
             why = "longer runs are recorded" if has_number else "it diverged"
             yield f"{name} {label}: left out, {why}"
             continue
         curves[label] = by_seed
         entry = _cell_entry(table, place, by_seed, new, entry)
         cells[place] = entry | {"published_rounds": cell_run.published_rounds}
-        yield f"{name} {label}: {entry['rounds']} rounds, seeds {', '.join(entry['measured'])}"
+        remark = f"; left out: seeds {', '.join(diverged)}, which diverged" if diverged else ""
+        seeds = ", ".join(entry["measured"])
+        yield f"{name} {label}: {entry['rounds']} rounds, seeds {seeds}{remark}"
     about = (
         f"{table.about}; {table.measured}. Curves are accuracy in per cent, a mean over clients."
     )
@@ -205,16 +209,15 @@ def _by_seed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _curve(run: run_reader.Run) -> dict[str, Any]:
-    """Returns a run's numbers at each evaluation, None where there are none, and its totals."""
-    lines = run.metrics
+    """Returns a run's numbers at evaluations with finite outputs, None if missing, and totals."""
+    lines = [line for line in run.metrics if not has_diverged(line)]
     curve: dict[str, Any] = {
         key: run.provenance.get(key, "unknown") for key in ("commit", "versions")
     }
     curve["round"] = [line["round"] for line in lines]
     for stage in run_reader.STAGES:
         if all(line.get(stage) for line in lines):
-            scores = [line[stage]["accuracy_mean"] for line in lines]
-            curve[stage] = [None if score is None else round(100 * score, 2) for score in scores]
+            curve[stage] = [round(100 * line[stage]["accuracy_mean"], 2) for line in lines]
     observed = [line.get("diagnostics") or {} for line in lines]
     for name, last in observed[-1].items():
         values = [line.get(name) for line in observed]

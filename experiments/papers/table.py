@@ -100,10 +100,9 @@ def readable(paper: str, study: str) -> dict[str, Any]:
     }
 
 
-def has_diverged(run: Any) -> bool:
-    """Returns True if outputs of a client are not finite at the last evaluation."""
-    last = run.metrics[-1]
-    return any((last.get(stage) or {}).get("not_finite") for stage in run_reader.STAGES)
+def has_diverged(line: Mapping[str, Any]) -> bool:
+    """Returns True if outputs of a client are not finite at an evaluation, a line of metrics."""
+    return any((line.get(stage) or {}).get("not_finite") for stage in run_reader.STAGES)
 
 
 def accuracy(run: Any, when: str = "before", key: str = "accuracy_mean") -> float:
@@ -111,16 +110,17 @@ def accuracy(run: Any, when: str = "before", key: str = "accuracy_mean") -> floa
 
     NaN if outputs of a client are not finite: a mean of the others would be another number.
     """
-    return _accuracy(run.metrics[-1][when], key)
+    return accuracy_of(run.metrics[-1][when], key)
 
 
-def _accuracy(scores: Mapping[str, Any], key: str) -> float:
+def accuracy_of(scores: Mapping[str, Any], key: str = "accuracy_mean") -> float:
+    """Returns an accuracy of one evaluation, as `accuracy`."""
     return math.nan if scores.get("not_finite") else 100 * number(scores[key])
 
 
 def curve(run: Any, when: str = "before") -> list[float]:
     """Returns the accuracy at each evaluation, as `accuracy`."""
-    return [_accuracy(line[when], "accuracy_mean") for line in run.metrics]
+    return [accuracy_of(line[when]) for line in run.metrics]
 
 
 def after(run: Any) -> float:
@@ -132,7 +132,7 @@ def best(run: Any, key: str = "accuracy_mean") -> float:
     """Returns the served model's accuracy (%) at the evaluation with the best validation score."""
     best_round = run.metrics[-1]["best_round"]
     line = next((m for m in run.metrics if m["round"] == best_round), run.metrics[-1])
-    return _accuracy(line["before"], key)
+    return accuracy_of(line["before"], key)
 
 
 def moved(run: Any) -> int:
@@ -166,7 +166,7 @@ def plateau(run: Any, when: str = "before") -> str:
     """Tells if the last quarter of the evaluations is within half a point of the third quarter."""
     values = curve(run, when)
     quarter = len(values) // 4
-    if has_diverged(run):
+    if has_diverged(run.metrics[-1]):
         return "diverged"
     if not quarter:
         return "too short to tell"

@@ -160,7 +160,8 @@ def _digit5_arrays(name: str, folder: Path) -> dict[str, list[tuple[np.ndarray, 
 def _resize(name: str, x: np.ndarray, size: int) -> np.ndarray:
     """Returns images with values from 0 to 255 resized to uint8 [n, size, size, 3].
 
-    Raises UsageError, with the dataset's `name`, for other values, also from 0 to 1.
+    Raises UsageError, with the dataset's `name`, for other values. Those of other types than uint8
+    must not be from 0 to 1.
     """
     from PIL import Image
 

@@ -21,9 +21,9 @@ def is_mapped(array: Any) -> bool:
 def npy(path: str) -> Dataset:
     """Arrays x.npy, y.npy and optionally owner.npy in npy:FOLDER, as for `arrays`.
 
-    A test set is read from x_test.npy, y_test.npy and owner_test.npy, if there are such files, and
-    the number of outputs, such as classes, from outputs.npy.
-    Without one, arrays stay in their files and may exceed memory; with one, they are copied.
+    A test set is read from x_test.npy, y_test.npy and owner_test.npy, if there are such files.
+    Without a test set, arrays stay in their files and may exceed memory; with one, they are copied.
+    The number of outputs, such as classes, is read from outputs.npy, if there is one.
     """
     folder, name = find_path("npy", path), f"npy:{path}"
 

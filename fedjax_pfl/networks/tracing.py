@@ -107,9 +107,9 @@ def flattened_channels(
 
     An image transposed to [B, C, ...] is in PyTorch's order, and so are outputs [B, ..., C] of a
     dense layer, which reads and writes the last axis in PyTorch too. Arguments as for
-    `layers_in_order`. Raises UsageError for a dense layer over several axes, and for a layer that
-    reads an image after an operation, such as a concatenation of flattened images, that leaves its
-    order in PyTorch unknown.
+    `layers_in_order`. Raises UsageError for a product with a whole kernel of several axes, as of
+    `DenseGeneral`, and for a layer that reads an image after an operation, such as a concatenation
+    of flattened images, that leaves its order in PyTorch unknown.
     """
     leaves = jax.tree_util.tree_leaves_with_path({"variables": variables})
     arguments = [_Origin(layers=Labels({trees.layer_name(path[1:])})) for path, _ in leaves]
@@ -123,7 +123,8 @@ def flattened_channels(
         is_product = eqn.primitive.name == "dot_general" and results[0].is_input
         for layer, shape in itertools.product(layers, (v.aval.shape for v in eqn.invars)):
             if is_product and (layer, shape) in shapes:
-                raise UsageError(f"{layer} is a dense layer over several axes; {KNOWN}")
+                kind = f"a product with a kernel of {len(shape)} axes, and no convolution"
+                raise UsageError(f"{layer} is {kind}; {KNOWN}")
         reordered_by = next((r.reordered_by for r in results if r.reordered_by), "")
         if layers and reordered_by:
             raise UsageError(

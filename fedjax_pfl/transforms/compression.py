@@ -4,7 +4,7 @@ The change of each array against the downloaded array of the same path is compre
 was not downloaded is compressed whole. Sparsification keeps the largest changes (Aji and Heafield,
 2017). Quantisation rounds at random, without bias, to 2^(b-1)-1 levels on each side of 0, as in
 QSGD (Alistarh et al., 2017), which scales by the norm of the array, here by its largest change.
-Arrays of bfloat16, which hold 8 bits, are rounded to these first.
+bfloat16 has 8 significant bits, so its arrays are rounded to these first.
 Error feedback adds the compression error to the client's next upload (Seide et al., 2014), for
 arrays whose changes add up over rounds: those of a model (params, batch_stats), and those whose
 first name ends with change or gradient. Other arrays, such as means of classes, are computed anew

@@ -33,3 +33,13 @@ def test_results_are_drawn_only_if_all_are_there(tmp_path, monkeypatch):
     monkeypatch.setattr(flags, "FLAGS", options)
     line = message(attackers.main, ["script"])
     assert line == "attackers-digits.json lacks 1 of the results; leave out --draw"
+
+
+def test_a_diverged_client_leaves_no_accuracy(monkeypatch):
+    """The mean of the remaining clients would be another number."""
+    scores = [{"accuracy_mean": 0.9, "accuracy_worst10": 0.8, "not_finite": n} for n in (0, 1)]
+    results = {seed: SimpleNamespace(metrics=[{"before": s}]) for seed, s in enumerate(scores)}
+    monkeypatch.setattr(attackers.runner, "run_all", lambda config: results)
+    measured = attackers.measure({"dataset": "digits"}, "FedPer", "sign_flip", 0.2)
+    np.testing.assert_allclose(measured["accuracy"], [0.9, np.nan], rtol=1e-12)
+    np.testing.assert_allclose(measured["worst10"], [0.8, np.nan], rtol=1e-12)

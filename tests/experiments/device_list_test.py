@@ -32,8 +32,9 @@ def test_flags_that_the_items_do_not_read_are_refused(given, name, monkeypatch):
 def test_a_picture_needs_a_workload_that_it_shows(monkeypatch):
     values = {"device": None, "list": False, "picture": "/nowhere/a.png"}
     line = "--picture has no effect without a workload lenet-… in --work; leave it out"
-    monkeypatch.setattr(benchmark.flags, "FLAGS", Flags(work=["mlp"], **values))
-    assert message(benchmark.main, ["benchmark"]) == line
+    for work in (["mlp"], ["profile-lenet-10"]):
+        monkeypatch.setattr(benchmark.flags, "FLAGS", Flags(work=work, **values))
+        assert message(benchmark.main, ["benchmark"]) == line
     for shown in ({"work": ["mlp", "lenet-10"]}, {"work": []}, {"work": ["mlp"], "add": True}):
         device_list.refuse_flags(Flags(**shown, **values))
 

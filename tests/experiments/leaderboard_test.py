@@ -1,5 +1,6 @@
 """Tests of the leaderboard: planned trials, ranking, files, and one line that is run."""
 
+import os
 import re
 from functools import partial
 from types import SimpleNamespace
@@ -191,6 +192,14 @@ def call(tmp_path, monkeypatch):
     return call
 
 
+def test_a_line_has_the_commit_of_the_library(call, tmp_path, monkeypatch):
+    """It is read in the root of the repository."""
+    monkeypatch.setattr(leaderboard.rivals, "commit", lambda path: str(sorted(os.listdir(path))))
+    call()
+    commit = board.read(tmp_path)["columns"]["digits"]["methods"]["fedavg"]["commit"]
+    assert "'setup.cfg'" in commit
+
+
 def test_calls_at_the_same_time_keep_each_others_lines(call):
     during_run = partial(call, columns=["mnist"], methods=["ditto"])
     during_run = partial(call, during_run, methods=["local"])
@@ -216,7 +225,9 @@ def test_another_budget_is_refused_before_any_run(call, tmp_path):
     call()
     values = {"columns": ["mnist", "digits"], "methods": ["ditto"], "budget": 8}
     line = message(partial(call, lambda: pytest.fail("a run has started"), **values))
-    assert line == f"{tmp_path} has results of digits with budget 4, not 8; give another --out"
+    assert line == (
+        f"{tmp_path} has results of digits with budget 4, not 8; give --budget=4 or another --out"
+    )
     assert call(columns=["mnist"], budget=8) == {
         "digits": (4, ["fedavg"]),
         "mnist": (8, ["fedavg"]),
@@ -243,7 +254,9 @@ def test_only_show_writes_nothing(call, tmp_path, capsys):
     assert call(only_show=True) == {"digits": (4, ["fedavg"])}
     assert "best of 4" in " ".join(capsys.readouterr().out.split())
     line = message(partial(call, only_show=True, budget=3))
-    assert line == f"{tmp_path} has results of digits with budget 4, not 3; give another --out"
+    assert line == (
+        f"{tmp_path} has results of digits with budget 4, not 3; give --budget=4 or another --out"
+    )
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
 
 

@@ -49,6 +49,8 @@ def test_clients_share_a_pool():
         ({"server": True, "pfllib": "a"}, "--pfllib has no effect with --server"),
         ({"server": True, "picture": "a.svg"}, "--picture has no effect with --server"),
         ({"hidden": 4}, "--hidden has no effect without --server"),
+        ({"server": True, "hidden": 4}, "--hidden has no effect without pfedla in --methods"),
+        ({"store": "device", "written": 5}, "--written has no effect with --store=device"),
         ({"pfllib": "a", "rounds": 2}, "--rounds has no effect with --pfllib"),
         ({"fl_bench": "a", "model": "mlp"}, "--model has no effect with --fl_bench"),
         ({"pfllib_python": "a"}, "--pfllib_python has no effect without --pfllib"),
@@ -56,7 +58,8 @@ def test_clients_share_a_pool():
     ],
 )
 def test_flags_that_a_measurement_does_not_read_are_refused(options, expected, monkeypatch):
-    monkeypatch.setattr(flags, "FLAGS", Flags(**{"server": False, "only": ""} | options))
+    defaults = {"server": False, "only": "", "store": "disk", "methods": ["local"]}
+    monkeypatch.setattr(flags, "FLAGS", Flags(defaults, **options))
     assert message(many_clients.main, sys.argv[:1]) == f"{expected}; leave it out"
 
 
@@ -89,10 +92,11 @@ def test_wrong_flags_are_refused_before_any_process(options, expected, tmp_path,
 def call(tmp_path, monkeypatch):
     """Calls the command with measurements that take no time, and returns the file it writes."""
 
-    def call(rows, **options):
+    def call(rows, returncode=0, **options):
         def run(command, **_):
             cohort = {"cohort": 4} if options.get("server") else {}
-            return subprocess.CompletedProcess(command, 0, json.dumps({**ROW, **cohort}), "")
+            row = json.dumps({**ROW, **cohort})
+            return subprocess.CompletedProcess(command, returncode, row, "")
 
         values = {"server": False, "only": "", "methods": ["local"], "clients": ["100"]}
         values |= {"store": "disk", "cohort": 100, "rounds": 3, "written": 0, "model": "lenet"}
@@ -135,6 +139,13 @@ def test_other_conditions_replace_a_row(call):
     assert [row["rounds"] for row in rows] == [9]
     (row,) = call({"local": rows}, rounds=9, written=50)["local"]
     assert row["written_before"] == 50
+
+
+def test_a_failure_does_not_replace_numbers(call):
+    good = call({})["local"]
+    both = call({"local": good}, returncode=-9, rounds=9)["local"]
+    assert [(row["ok"], row["rounds"]) for row in both] == [(True, 3), (False, 9)]
+    assert [row["rounds"] for row in call({"local": both}, rounds=9)["local"]] == [9]
 
 
 def test_a_damaged_file_is_told(tmp_path, monkeypatch):
@@ -204,7 +215,7 @@ def test_each_number_of_clients_is_measured_once_in_its_own_process(tmp_path, mo
     values = {"clients": ["10000", "1000", "100"], "out": str(out), "only": "", "server": False}
     values |= {"picture": str(tmp_path / "picture.svg"), "cohort": 100}
     values |= {"pfllib": str(CHECKOUTS / "pfllib"), "most": 12.0, "limit": 60.0}
-    monkeypatch.setattr(flags, "FLAGS", Flags({"methods": ["local"]}, **values))
+    monkeypatch.setattr(flags, "FLAGS", Flags({"methods": ["local"], "store": "disk"}, **values))
     monkeypatch.setattr(many_clients, "measure_library", measure_library)
     monkeypatch.setattr(many_clients.rivals, "commit", lambda path: "d832e76")
     many_clients.main(sys.argv[:1])  # larger numbers are not tried after a failure

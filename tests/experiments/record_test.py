@@ -70,13 +70,16 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
     write_run(runs / "e", "fedavg", 0.1, learning_rate=0.5)  # not the published settings
     write_run(runs / "f", "fedrep", 0.1, finished=False)
     write_run(runs / "g", "ditto", 0.9)  # a row that is not in the paper
-    diverged = write_run(runs / "h", "fedavg", 0.4) / "metrics.jsonl"
-    lines = [json.loads(line) for line in diverged.read_text().splitlines()]
-    lines[-1]["after"] |= {"accuracy_mean": None, "not_finite": 10}
-    diverged.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, row, place in (("h", "fedavg", -1), ("i", "local", -1), ("a", "local", 0)):
+        if name != "a":  # which has a mean of the remaining clients before the end
+            write_run(runs / name, row, 0.4, seed=5, partition_seed=5)
+        file = runs / name / "metrics.jsonl"
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        lines[place]["after"] |= {"accuracy_mean": None if place else 0.9, "not_finite": 9}
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     messages = record.record(TABLE, runs, results)
     assert messages == [
-        f"{NAME} local/cifar10-n10: 10 rounds, seeds 0, 2",
+        f"{NAME} local/cifar10-n10: 10 rounds, seeds 0, 2; left out: seeds 5, which diverged",
         f"{NAME} fedavg/cifar10-n10: left out, it diverged",
         f"{NAME} pfedla/cifar10-n10: 20 rounds, seeds 0",
         f"{NAME} ditto/cifar10-n10: 10 rounds, seeds 0",
@@ -112,9 +115,9 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
     assert curve == {
         "commit": "abc1234",
         "versions": "jax 1",
-        "round": [5, 10],
-        "before": [30.0, 60.0],
-        "after": [65.0, 65.0],
+        "round": [10],
+        "before": [60.0],
+        "after": [65.0],
         "best_round": None,
         "megabytes": 25.0,
     }
@@ -284,6 +287,21 @@ def test_panels_of_one_dataset_have_one_scale():
     curves = {"local/emnist_digits-n10": level, "local/emnist_digits-n100": below}
     ten, hundred = picture.picture(NAME, TABLE[NAME], curves).axes
     assert ten.get_ylim() == hundred.get_ylim() == pytest.approx((87 - 0.4, 91.43 + 0.4))
+
+
+def test_a_diverged_run_of_a_table_of_best_rounds_is_left_out(tmp_path, results):
+    name = "pfedhn/table1"
+    cell = cells_of(TABLES[name])[0]
+    dataset = TABLES[name].dataset(cell.column)
+    config = TABLES[name].settings(cell.row, cell.column, dataset, None)
+    config.update(rounds=10, seed=0)
+    settings = json.loads(json.dumps(configuration.resolve(config)))
+    run = write_comparison_run(tmp_path / "runs" / "a", [0.4] * 3, settings, rounds=(5, 10))
+    text = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(text.replace('"before": {', '"before": {"not_finite": 1, '))
+    assert record.record({name: TABLES[name]}, tmp_path / "runs", results) == [
+        f"{name} {cell.row}/{cell.column}: left out, it diverged"
+    ]
 
 
 def test_bytes_have_no_panel():

@@ -66,6 +66,7 @@ def test_bytes_between_devices():
 def test_a_fixed_state_beyond_the_memory_leaves_no_client():
     assert scaling.Growth(fixed=2e8, per_client=1e3, pairs=0.0).most(1e8) == 0
     assert scaling.Growth(fixed=2e8, per_client=1e3, pairs=1.0).most(1e8) == 0
+    assert scaling.Growth(fixed=2e8, per_client=0.0, pairs=0.0).most(1e8) == 0
 
 
 @pytest.fixture

@@ -383,7 +383,7 @@ def test_transposed_convolutions_are_refused():
 
 def test_dense_layers_over_several_axes_are_refused():
     network = nn.Sequential([nn.Conv(3, (2,)), nn.DenseGeneral(4, axis=(1, 2), use_bias=False)])
-    with pytest.raises(UsageError, match=r"^layers_1 is a dense layer over several axes; PyTorch"):
+    with pytest.raises(UsageError, match=r"^layers_1 is a product with a kernel of 3 axes"):
         torch_weights.check_layers(network, (5, 3))
 
 

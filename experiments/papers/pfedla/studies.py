@@ -31,9 +31,8 @@ from experiments.papers.pfedla.calibration import calibration
 from experiments.papers.pfedla.similarity import similarity
 from experiments.papers.pfedla.tables import retained as settings_of_retained
 from experiments.papers.study import COLOURS, DATASET, ROUNDS, SEEDS, mean_std, run, runs
-from experiments.papers.table import accuracy, moved, plateau
+from experiments.papers.table import accuracy, accuracy_of, moved, plateau
 from fedjax_pfl.presets import pfedla as presets
-from fedjax_pfl.report.numbers import number
 from fedjax_pfl.runs import runner
 
 BLUE, ORANGE = "#0072b2", "#d55e00"
@@ -194,8 +193,7 @@ def rates() -> tuple[dict[str, Any], Figure]:
 def rate_numbers(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns one row of `rates` from the last lines of the metrics of all seeds."""
     row: dict[str, Any] = {
-        when: mean_std([100 * number(line[when]["accuracy_mean"]) for line in lines])
-        for when in ("before", "after")
+        when: mean_std([accuracy_of(line[when]) for line in lines]) for when in ("before", "after")
     }
     if any("peers" in line.get("diagnostics", {}) for line in lines):
         layers = lines[0]["diagnostics"]["peers"]
