@@ -109,7 +109,7 @@ def presets(system: str, *names: str) -> str:
             column["test_fraction"] = None  # the source has test examples
         method, values = config.algorithm, config.get(config.algorithm, {})
         column |= {f"{method}.{k}": values[k] for k in values if values[k] != defaults[method][k]}
-        columns.append({key: value for key, value in column.items() if value})
+        columns.append({k: value for k, value in column.items() if value or k not in TRAINING})
     method_keys = sorted({key for column in columns for key in column} - set(TRAINING))
     keys = [k for k in (*TRAINING, *method_keys) if any(k in column for column in columns)]
     rows = [[f"`{k}`", *(f"`{c[k]}`" if k in c else "-" for c in columns)] for k in keys]

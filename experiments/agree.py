@@ -37,7 +37,10 @@ ROUNDING = 1e-4  # smaller relative distances come from the order of float32 sum
 
 
 class Gap(NamedTuple):
-    """‖library − rival‖ relative to how far the rival moved since the start; None if it did not."""
+    """‖library − rival‖ relative to how far the rival moved since the start.
+
+    None if neither moved, infinity if only the library did.
+    """
 
     server: float | None
     clients: float | None
@@ -63,7 +66,9 @@ def gap(library: Mapping[str, np.ndarray], rival: Mapping[str, np.ndarray], t: i
                 distance += float(np.sum(np.square(np.float64(library[name]) - value)))
                 change = np.float64(value) - rival[f"0/{owner}/{leaf}"]
                 movement += float(np.sum(np.square(change)))
-        return float(np.sqrt(distance / movement)) if movement else None
+        if not movement:
+            return float("inf") if distance else None
+        return float(np.sqrt(distance / movement))
 
     return Gap(part(True), part(False))
 

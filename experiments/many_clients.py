@@ -344,6 +344,7 @@ def main(argv: Sequence[str]) -> None:
                 old for old in rows if _row_key(old) != row_key or (has_failed and old["ok"])
             ]
             rows.append({**row, **facts, **conditions})
+            out.write_text(json.dumps(results, indent=2) + "\n")
             if ran.returncode:
                 line = (ran.stderr.splitlines() or [""])[-1]
             elif flag_values.server:
@@ -354,7 +355,6 @@ def main(argv: Sequence[str]) -> None:
                     f"({1000 * row['few_step']:.1f} with ten clients)"
                 )
             print(f"{method}, {clients} clients, {flag_values.store}: {line}", flush=True)
-            out.write_text(json.dumps(results, indent=2) + "\n")
     if not flag_values.server:
         draw(results, Path(flag_values.picture))
 

@@ -161,10 +161,13 @@ def measure(
 
 def line(row: Mapping[str, Any]) -> str:
     """Returns a result of `measure` as text."""
+    peak = f"{row['peak'] / 1e9:.2f} GB"
+    if row["stored"]:
+        peak = f"{row['peak'] / row['stored']:.2f} x"
     return (
         f"server {row['server']:.2f} s, training {row['training']:.2f} s, "
         f"{100 * row['share']:.1f} %; products alone {row['products']:.2f} s; stored "
-        f"{row['stored'] / 1e9:.2f} GB, peak {row['peak'] / row['stored']:.2f} x"
+        f"{row['stored'] / 1e9:.2f} GB, peak {peak}"
     )
 
 

@@ -10,6 +10,7 @@ from fedjax_pfl import presets
 from fedjax_pfl.cli.command import Call, Command, check_no_positional
 from fedjax_pfl.cli.configs import changed_settings, default_workdir, define_data_dir, read_settings
 from fedjax_pfl.cli.processes import ProcessOptions, run_in_processes
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import interrupt, runner
 from fedjax_pfl.settings import configuration, custom, listing, selection
 from fedjax_pfl.simulation import multiprocess
@@ -47,6 +48,9 @@ def train(name: str, call: Call) -> None:
     registry, values = custom.register(settings.to_dict())
     complete = configuration.complete(values, registry)
     selection.check_used(selection.nested(changed_settings(options)), [complete], registry)
+    is_alone = options.processes == 1 and options.process is None and options.coordinator is None
+    if is_alone and options["wait"].present:
+        raise UsageError("--wait has no effect with one process; leave it out")
     workdir = Path(options.workdir or default_workdir(name, call.arguments))
     processes = ProcessOptions(
         processes=options.processes,

@@ -150,6 +150,8 @@ def tune(call: Call) -> None:
     options = call.options
     check_no_positional(call)
     base = read_settings(options, call.arguments)
+    if options.budget is None and options["budget_seed"].present:
+        raise UsageError("--budget_seed has no effect without --budget; leave it out")
     if base.sweep:
         raise UsageError("give the values to try as --grid instead of sweep")
     prepare_devices()

@@ -22,6 +22,7 @@ _WRONG = {
     "no number": (["--config.rounds=ten"], "rounds is 'ten'; it must be a whole number"),
     "unknown flag": (["--out=x"], "there is no flag --out; there are --config, --coordinator, "),
     "stray argument": (["digits"], "'digits' is no flag"),
+    "time to wait for no process": (["--wait=10"], "--wait has no effect with one process"),
     "component that is not selected": (
         ["--config.dirichlet.alpha=.1"],
         "dirichlet.alpha counts with partition=dirichlet only, and partition is classes",

@@ -21,6 +21,18 @@ def test_a_signal_stops_the_command_after_its_tables(tmp_path, monkeypatch, caps
     assert (tmp_path / "tune.txt").is_file()
 
 
+def test_a_seed_of_sampling_needs_a_budget():
+    line = "--budget_seed has no effect without --budget; leave it out"
+    assert message(run_here, "tune", "--grid=learning_rate=.1,.2", "--budget_seed=4") == line
+
+
+def test_the_tables_need_a_folder(tmp_path):
+    (file := tmp_path / "file").touch()
+    settings = ["--config.validation_fraction=.2", "--grid=learning_rate=.1,.2"]
+    line = f"{file} is a file; choose a folder for the runs and tables"
+    assert message(run_here, "tune", *settings, "--only_show", f"--out={file}") == line
+
+
 PRESETS = """
 from ml_collections import ConfigDict
 

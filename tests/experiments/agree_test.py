@@ -180,6 +180,9 @@ def test_gap_on_worked_numbers():
     assert gap == agree.Gap(0.25, None)
     assert gap.worst == 0.25
     assert agree.Gap(None, None).worst == float("inf")
+    still = rival | {"2/server/a": np.zeros(2), "2/server/b": np.zeros(1)}
+    assert agree.gap({"2/server/b": np.ones(1)}, still, 2) == agree.Gap(float("inf"), None)
+    assert agree.gap({"2/server/b": np.zeros(1)}, still, 2) == agree.Gap(None, None)
 
 
 def test_parameters_that_are_not_numbers_differ():

@@ -68,6 +68,7 @@ def test_a_row_as_text_and_in_the_table():
         "server 2.00 s, training 18.00 s, 10.0 %; products alone 1.50 s; stored 2.50 GB, peak "
         "1.60 x"
     )
+    assert server_share.line({**ROW, "stored": 0}).endswith("stored 0.00 GB, peak 4.00 GB")
 
 
 @pytest.mark.slow("compiles LeNet's programs three times")

@@ -201,6 +201,8 @@ def run_search(
       stop: Request to stop. Default: set by Ctrl-C.
     """
     stopped = None
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file; choose a folder for the runs and tables")
     if not only_show:
         for trial in planned:
             loggers.from_setting(trial.config.log_to, out)
