@@ -21,11 +21,13 @@ def test_a_signal_stops_the_command_after_its_tables(tmp_path, monkeypatch, caps
     assert (tmp_path / "tune.txt").is_file()
 
 
+@pytest.mark.filterwarnings("ignore:the load_module")  # of configuration files
 def test_a_seed_of_sampling_needs_a_budget():
     line = "--budget_seed has no effect without --budget; leave it out"
     assert message(run_here, "tune", "--grid=learning_rate=.1,.2", "--budget_seed=4") == line
 
 
+@pytest.mark.filterwarnings("ignore:the load_module")  # of configuration files
 def test_the_tables_need_a_folder(tmp_path):
     (file := tmp_path / "file").touch()
     settings = ["--config.validation_fraction=.2", "--grid=learning_rate=.1,.2"]
