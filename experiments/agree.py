@@ -39,7 +39,7 @@ ROUNDING = 1e-4  # smaller relative distances come from the order of float32 sum
 class Gap(NamedTuple):
     """‖library − rival‖ relative to how far the rival moved since the start.
 
-    None if neither moved, infinity if only the library did.
+    None if neither moved or nothing is compared, infinity if only the library moved.
     """
 
     server: float | None
@@ -285,8 +285,10 @@ def main(argv: Sequence[str]) -> None:
             refuse_unread(flag_values, [f"{key}_python"], f"without --{key}")
     for name in flag_values.methods:
         if not any(getattr(METHODS[name], key) for key in paths):
-            others = [key for key in LIBRARIES if getattr(METHODS[name], key)]
-            raise UsageError(f"--methods has {name!r}, which is compared with --{others[0]} only")
+            libraries = [key for key in LIBRARIES if getattr(METHODS[name], key)]
+            raise UsageError(
+                f"--methods has {name!r}, which is compared with --{libraries[0]} only"
+            )
     sides = [
         Side(
             library=key,

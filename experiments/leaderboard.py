@@ -242,7 +242,7 @@ def main(argv: Sequence[str]) -> None:
                     boards = board.read(out)  # with lines that other calls added meanwhile
                 lines = board.column(boards, name, about_columns[name])["methods"]
                 if "cannot" in line and "seeds" in lines.get(trial.method, {}):
-                    continue  # scores stay: the error may be of this machine, as missing data are
+                    continue  # the scores stay: data may be missing on this machine only
                 if line:
                     lines[trial.method] = board.with_commit(line, commit, lines.get(trial.method))
                 if line and not flag_values.only_show:

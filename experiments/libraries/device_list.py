@@ -44,7 +44,7 @@ ITEMS = {
 }
 
 
-_DRAWN = "lenet-"  # workloads of this prefix are in the picture
+_DRAWN = "lenet-"  # prefix of the workloads in the picture
 
 
 def refuse_flags(flag_values: Any) -> None:

@@ -114,7 +114,7 @@ def accuracy(run: Any, when: str = "before", key: str = "accuracy_mean") -> floa
 
 
 def accuracy_of(scores: Mapping[str, Any], key: str = "accuracy_mean") -> float:
-    """Returns an accuracy of one evaluation, as `accuracy`."""
+    """Returns an accuracy in the scores of one evaluation, in per cent, or NaN as `accuracy`."""
     return math.nan if scores.get("not_finite") else 100 * number(scores[key])
 
 

@@ -156,11 +156,10 @@ def _check(folder: Path, partition: Partition, clients: int) -> Partition:
 def _labels(path: Path, values: Any) -> np.ndarray:
     """Returns labels as int32 [n]; raises UsageError, with the path, if they are not integers."""
     y = np.asarray(values)
-    is_numeric = y.ndim == 1 and (not len(y) or y.dtype.kind in "biuf")
-    is_integer = len(y) == 0 or (
-        is_numeric and np.isfinite(y).all() and np.all(y == y.astype(np.int32))
-    )
-    if not is_numeric or not is_integer:
+    if y.shape == (0,):  # of any type
+        return np.zeros(0, np.int32)
+    is_numeric = y.ndim == 1 and y.dtype.kind in "biuf"
+    if not is_numeric or not (np.isfinite(y).all() and np.all(y == y.astype(np.int32))):
         raise UsageError(f"{path}: labels are not one integer for each example")
     return y.astype(np.int32)
 

@@ -214,7 +214,7 @@ def _layers(network: Any, input_shape: Sequence[int]) -> dict[str, list[_Leaf]]:
         grouped.setdefault(trees.layer_name(path), []).append((names, leaf))
     layers = dict[str, list[_Leaf]]()
     for layer in tracing.transposed_convolutions(network.apply, variables, x):
-        raise UsageError(f"{layer} is a transposed convolution; {tracing.KNOWN}")
+        raise UsageError(f"{layer} is a transposed convolution; {tracing.KNOWN_LAYERS}")
     flattened = tracing.flattened_channels(network.apply, variables, x)
     names = getattr(network, "layers", ())
     if not all(isinstance(name, str) for name in names) or set(names) != set(grouped):

@@ -1,6 +1,5 @@
 """Properties of a network that are read from its jaxpr, without running it."""
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
@@ -63,7 +62,7 @@ _FIRST = "channels first"  # an image that is transposed to PyTorch's order
 _SAME = "same"  # a dense layer's outputs, or an image without channels
 _DIVIDED = "divided"  # the same, but one axis of a dense layer's outputs became several
 _PRODUCTS = ("conv_general_dilated", "dot_general")
-KNOWN = "PyTorch's weights are known for convolutions, dense layers and norms"
+KNOWN_LAYERS = "PyTorch's weights are known for convolutions, dense layers and norms"
 _REMEDY = (
     "flatten them as [B, C, ...], with x.transpose(0, 3, 1, 2) before the reshape, or save in the "
     "layout of Flax"
@@ -120,11 +119,11 @@ def flattened_channels(
     def operation(eqn: Any, operands: Sequence[_Origin]) -> list[_Origin]:
         results = [_result_origin(eqn, operands, out.aval.shape, dense) for out in eqn.outvars]
         layers = _NO_LABELS.union(*(operand.layers for operand in operands))
-        is_product = eqn.primitive.name == "dot_general" and results[0].is_input
-        for layer, shape in itertools.product(layers, (v.aval.shape for v in eqn.invars)):
-            if is_product and (layer, shape) in shapes:
-                kind = f"a product with a kernel of {len(shape)} axes, and no convolution"
-                raise UsageError(f"{layer} is {kind}; {KNOWN}")
+        whole = shapes & {(layer, v.aval.shape) for layer in layers for v in eqn.invars}
+        if whole and eqn.primitive.name == "dot_general" and results[0].is_input:
+            layer, shape = min(whole)
+            kind = f"a product with a kernel of {len(shape)} axes, and no convolution"
+            raise UsageError(f"{layer} is {kind}; {KNOWN_LAYERS}")
         reordered_by = next((r.reordered_by for r in results if r.reordered_by), "")
         if layers and reordered_by:
             raise UsageError(

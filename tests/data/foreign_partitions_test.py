@@ -64,6 +64,13 @@ def test_examples_of_pfllib(tmp_path, capsys):
     )
 
 
+def test_a_client_without_test_examples_may_have_labels_of_any_type(tmp_path):
+    pfllib(tmp_path)
+    empty = {"x": np.zeros((0, 3, 5, 4)), "y": np.array([], object)}
+    np.savez(tmp_path / "test" / "1.npz", data=empty)
+    assert set(foreign_partitions.read(tmp_path).test.owner.tolist()) == {0}
+
+
 def test_classes_without_examples_stay(tmp_path):
     """PFLlib states nine classes, and clients have four of them."""
     pfllib(tmp_path / "cifar")
@@ -259,8 +266,9 @@ def test_damaged_folders_are_refused(tmp_path):
     fl_bench(bench, "femnist")
     np.save(bench / "targets.npy", np.zeros(13, int))
     assert "has 12 inputs and 13 labels" in message(foreign_partitions.read, bench)
-    np.save(bench / "targets.npy", np.array(["a"] * 12))
-    assert "targets.npy: labels are not one integer" in message(foreign_partitions.read, bench)
+    for labels in (np.array(["a"] * 12), np.array(3)):
+        np.save(bench / "targets.npy", labels)
+        assert "targets.npy: labels are not one integer" in message(foreign_partitions.read, bench)
     (bench / "targets.npy").unlink()
     assert f"{bench} cannot be read: [Errno 2]" in message(foreign_partitions.read, bench)
     np.save(bench / "targets.npy", np.zeros(12, int))

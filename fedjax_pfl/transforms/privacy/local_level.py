@@ -50,8 +50,8 @@ def local_privacy(
     """
     require_above("clip_norm", clip_norm, 0)
     require_at_least("noise_multiplier", noise_multiplier, 0)
-    is_finite = not noise_multiplier or clip_norm < math.inf
-    require(is_finite, "noise needs a finite clip_norm; set it, such as to 1")
+    has_finite_noise = not noise_multiplier or clip_norm < math.inf
+    require(has_finite_noise, "noise needs a finite clip_norm; set it, such as to 1")
 
     def wrap(member: Algorithm) -> Callable[..., ClientResult]:
         def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
