@@ -145,11 +145,13 @@ def accuracy_over(is_counted: Callable[[Mapping[str, Any], int], bool], when: st
 
     `is_counted` takes a client's row and the number of clients. `when` is before or after, for the
     last evaluation, or best_before or best_after, for the evaluation with the best validation
-    score. Without validation examples that is the last one.
+    score. Without validation examples that is the last one. NaN if the run has diverged.
     """
     last = when.removeprefix("best_")
 
     def measure(run: Any) -> float:
+        if has_diverged(run.metrics[-1]):
+            return math.nan
         rows = [row for row in run.clients if is_counted(row, len(run.clients))]
         missing = (None, "")  # in a row, and in a file
         scores = [

@@ -211,6 +211,7 @@ def test_a_mean_without_diverged_clients_is_no_accuracy():
     for run in (some, all_):
         assert np.isnan(tables.accuracy(run))
         assert tables.plateau(run) == "diverged"
+        assert np.isnan(tables.accuracy_over(lambda row, clients: True, "before")(run))
     assert np.isnan(tables.best(all_, "accuracy_weighted"))
     assert tables.cell(common.mean_std([50.0, tables.accuracy(some)])) == "-"
 
