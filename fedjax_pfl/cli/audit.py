@@ -1,6 +1,7 @@
 """The command fedjax-pfl audit."""
 
 import json
+import os
 from pathlib import Path
 
 from absl import flags
@@ -86,6 +87,7 @@ def write_audit(call: Call) -> None:
         compare_inputs=options.compare_inputs,
     )
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "audit.json").write_text(json.dumps(facts.as_json(), indent=2) + "\n")
         if facts.inversion.psnr:
             audit.draw(facts.inversion).savefig(folder / "images.png", dpi=120)
@@ -97,14 +99,19 @@ def write_audit(call: Call) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    """Creates the folder of the results; raises UsageError if that fails or it has other files."""
+    """Raises UsageError if the folder of the results cannot be created or has other files."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        own = (folder / "audit.json").is_file() and json.loads((folder / "audit.json").read_text())
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        old = folder / "audit.json"
+        own = json.loads(old.read_text()) if old.is_file() else {}
     except OSError as error:
         raise UsageError(f"{folder} cannot be written ({error.strerror})") from None
     except ValueError:
         own = {}
+    if not existing.is_dir():
+        raise UsageError(f"{folder} cannot be written ({existing} is no folder)")
+    if not os.access(existing, os.W_OK):
+        raise UsageError(f"{folder} cannot be written ({existing} is read-only)")
     names = [name for name in ("audit.json", "images.png") if (folder / name).exists()]
     if names and not (isinstance(own, dict) and "inversion" in own):
         raise UsageError(

@@ -1,6 +1,7 @@
 """Tests of `fedjax-pfl audit` on a run directory."""
 
 import json
+import os
 import re
 import shutil
 from types import SimpleNamespace
@@ -86,8 +87,13 @@ def test_images_of_an_earlier_audit_are_removed(tmp_path, monkeypatch):
         (tmp_path / name).write_text(content)
         line = message(run_here, "audit", "run", f"--out={tmp_path}")
         assert line.endswith(f"{name} is not of an audit and would be lost; give another --out")
-    line = message(run_here, "audit", "run", f"--out={tmp_path / 'images.png'}")
-    assert line == f"{tmp_path / 'images.png'} cannot be written (File exists)"
+    file = tmp_path / "images.png"
+    for out in (file, file / "folder"):
+        line = message(run_here, "audit", "run", f"--out={out}")
+        assert line == f"{out} cannot be written ({file} is no folder)"
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    line = message(run_here, "audit", "run", f"--out={tmp_path / 'new' / 'folder'}")
+    assert line == f"{tmp_path / 'new' / 'folder'} cannot be written ({tmp_path} is read-only)"
 
 
 @SLOW
