@@ -141,7 +141,7 @@ def knn_per(
       weight: λ, the weight of their labels; 0 is FedAvg.
       scale: σ, which divides the distances; with a large one the neighbours have equal weights.
       select_weight: Whether each client replaces λ by the multiple of 0.1 with the lowest loss on
-        its validation examples.
+        its validation examples, which it then needs.
     """
     require_at_least("knn_per.neighbours", neighbours, 1)
     require((weight >= 0) & (weight <= 1), f"knn_per.weight is {weight}; it is a share, 0 to 1")

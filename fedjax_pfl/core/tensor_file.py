@@ -22,7 +22,9 @@ def safetensors_package() -> Any:
     try:
         import safetensors.numpy
     except ImportError:
-        raise UsageError("safetensors is missing: run pip install 'fedjax_pfl[export]'") from None
+        raise UsageError(
+            "safetensors is missing: run pip install '.[export]' in the clone"
+        ) from None
     return safetensors
 
 

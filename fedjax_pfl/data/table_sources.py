@@ -118,7 +118,7 @@ def _download(name: str, test: str, required: bool) -> Tables:
     except ImportError:
         raise UsageError(
             f"hf:{name} is not a local folder, and to download it by name the package datasets is "
-            "needed: install it (pip install 'fedjax_pfl[hf]'), or give a folder that it has saved"
+            "needed: install it (pip install '.[hf]' in the clone), or give a folder that it saved"
         ) from None
     try:
         splits = datasets.load_dataset(*name.split("#", 1))

@@ -130,7 +130,7 @@ def _logger(
             importlib.import_module(package)
     except ImportError as error:
         raise UsageError(
-            f"{name} is not installed ({error}); run pip install 'fedjax_pfl[{name}]'"
+            f"{name} is not installed ({error}); run pip install '.[{name}]' in the clone"
         ) from None
     started: list[Logger] = []
 

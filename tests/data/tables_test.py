@@ -195,7 +195,7 @@ def test_hugging_face_names_are_downloaded(monkeypatch):
     line = message(lambda: load("hf:somebody/cats", test="tests"))
     assert "no split tests; it has train, test; did you mean test" in line
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "install it (pip install 'fedjax_pfl[hf]')" in message(load, "hf:somebody/cats")
+    assert "install it (pip install '.[hf]' in the clone)" in message(load, "hf:somebody/cats")
 
 
 @pytest.mark.parametrize(

@@ -212,4 +212,4 @@ def test_files_without_a_model_are_refused(finished, tmp_path):
 def test_a_missing_package_is_named(finished, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     line = message(export.write_models, finished[0], tmp_path)
-    assert line == "safetensors is missing: run pip install 'fedjax_pfl[export]'"
+    assert line == "safetensors is missing: run pip install '.[export]' in the clone"

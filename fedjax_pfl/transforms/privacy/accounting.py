@@ -93,6 +93,6 @@ def _package() -> Any:
         import dp_accounting
     except ImportError:
         raise UsageError(
-            "dp-accounting is missing: run pip install 'fedjax_pfl[privacy]'"
+            "dp-accounting is missing: run pip install '.[privacy]' in the clone"
         ) from None
     return dp_accounting
