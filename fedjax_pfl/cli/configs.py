@@ -169,7 +169,7 @@ def _value(text: str) -> Any:
     """Returns the Python value that a text such as 0.5, True or (8, 16) writes, or the text."""
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
 
 
@@ -184,19 +184,19 @@ def flag_values(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def replace_alternatives(settings: ConfigDict, arguments: Sequence[str]) -> None:
-    """Sets `local_epochs` of `settings` to None if `arguments` set only `local_steps`.
+    """Unsets the other one of two settings if `arguments` set only one.
 
-    If they set only `local_epochs`, `local_steps` becomes None, and `validation_examples` if they
-    set only `validation_fraction`.
+    They are `local_steps` and `local_epochs`, and `validation_fraction` and `validation_examples`.
     """
     changed = {flag.removeprefix("config.") for flag, _ in flag_values(arguments)}
-    for name, replaced in (
-        ("local_steps", "local_epochs"),
-        ("local_epochs", "local_steps"),
-        ("validation_fraction", "validation_examples"),
+    for name, replaced, unset in (
+        ("local_steps", "local_epochs", None),
+        ("local_epochs", "local_steps", None),
+        ("validation_fraction", "validation_examples", None),
+        ("validation_examples", "validation_fraction", 0.0),
     ):
         if name in changed and replaced not in changed:
-            settings[replaced] = None
+            settings[replaced] = unset
 
 
 def default_workdir(name: str, arguments: Sequence[str]) -> str:

@@ -34,7 +34,10 @@ def own_flags(options: flags.FlagValues) -> list[flags.Flag]:
 
 @contextlib.contextmanager
 def ending() -> Iterator[None]:
-    """Context that ends with one line on stderr, not a traceback, after UsageError or a signal."""
+    """Context that ends with one line on stderr, not a traceback, after UsageError or a signal.
+
+    The same holds for a file or folder that the system refuses to look at.
+    """
     try:
         try:
             yield
@@ -43,6 +46,12 @@ def ending() -> Iterator[None]:
         except interrupt.Stopped as stopped:
             print(stopped, file=sys.stderr)
             sys.exit(stopped.code)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if error.filename is None:
+                raise
+            fail(UsageError(f"{error.filename} cannot be read or written ({error.strerror})"))
         finally:
             if sys.stdout is not None:  # None if it was closed from the start
                 sys.stdout.flush()

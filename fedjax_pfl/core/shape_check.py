@@ -71,6 +71,7 @@ def check_shapes(
 
     state = _trace(name, "init", algorithm.init, key)
     _check_type(name, "init", state, State)
+    _check_no_keys(name, "init", state)
     state = _trace(name, "init", grouped.init, key)
     for part_name, part in (("rows", state.rows), ("clients", state.clients)):
         _check_stacked(name, part_name, part, federation.clients)
@@ -79,15 +80,18 @@ def check_shapes(
     for group_algorithm, clients in zip(algorithms, state.clients, strict=True):
         client = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), clients)
         payload = _trace(name, "send", group_algorithm.send, server_state, send_ctx)
+        _check_no_keys(name, "send", payload)
         result = _trace(name, "train", group_algorithm.train, payload, client, ctx)
         _check_type(name, "train", result, ClientResult)
+        _check_no_keys(name, "train", result.upload)
         _check_unchanged(name, "train", "client", result.client, client)
         _check_metrics(name, result.metrics)
         personalize = group_algorithm.personalize
         variables = _trace(name, "personalize", personalize, server_state, client, ctx)
         _check_outputs(name, group_algorithm, variables, federation)
         _check_outputs(name, group_algorithm, result.variables, federation)
-        traffic = jax.eval_shape(partial(_traffic, group_algorithm), payload, result.upload)
+        counted = partial(_traffic, group_algorithm)
+        traffic = _trace(name, "traffic", counted, payload, result.upload)
         _check_type(name, "traffic", traffic, Traffic)
         for direction, layers in traffic._asdict().items():
             _check_arrays(name, "traffic", f"the layers of {direction}", layers, is_scalar=True)
@@ -184,6 +188,16 @@ def _leaves(tree: PyTree) -> dict[str, Any]:
 
 def _full_path(part: str, path: str) -> str:
     return f"{part}/{path}" if path else part
+
+
+def _check_no_keys(name: str, function: str, tree: PyTree) -> None:
+    """Raises UsageError for random keys in a state or a message, which have no bytes."""
+    for path, leaf in _leaves(tree).items():
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise UsageError(
+                f"{name}: {function} returns a random key at {path}, which can be neither sent nor "
+                "saved; use jax.random.key_data and jax.random.wrap_key_data"
+            )
 
 
 def _check_unchanged(name: str, function: str, part: str, new: PyTree, old: PyTree) -> None:

@@ -207,7 +207,7 @@ def all_finite(tree: PyTree) -> jax.Array:
 def matching_download(payload: PyTree, upload: PyTree) -> PyTree:
     """Returns, for each leaf of `upload`, the leaf of `payload` with the same path and shape.
 
-    A leaf is zero if there is none, or if it is not floating-point.
+    It has the dtype of the upload. A leaf is zero if there is none, or if it is not floating-point.
     """
     downloaded = dict(jax.tree_util.tree_leaves_with_path(payload))
 
@@ -216,7 +216,7 @@ def matching_download(payload: PyTree, upload: PyTree) -> PyTree:
         floating = jnp.issubdtype(leaf.dtype, jnp.floating)
         if value is None or value.shape != leaf.shape or not floating:
             return jnp.zeros_like(leaf)
-        return value
+        return value.astype(leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(match, upload)
 

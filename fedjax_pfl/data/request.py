@@ -148,6 +148,8 @@ def check_fractions(
     """
     if split == "pooled" and validation_examples is not None:
         raise UsageError("validation_examples is for split=official or shared: use the fraction")
+    if validation_examples is not None and validation:
+        raise UsageError("validation_fraction and validation_examples are both set; choose one")
     if dataset.overlapping and (validation or validation_examples):
         raise UsageError(
             f"windows of {dataset.name} overlap, and validation windows would share values with "

@@ -6,11 +6,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import require_one_of
 from fedjax_pfl.networks import init
 from fedjax_pfl.networks.lowerings.conv import lowering
 from fedjax_pfl.networks.normalisation import BatchNorm
 
+NORMS = ("batch", "group")  # values of `norm`
 _STEM, _LAST = 32, 1280
 # (expansion, channels, repeats, stride of the first block)
 _STAGES = (
@@ -84,8 +85,7 @@ class MobileNet(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False, mask: init.Mask = None) -> jax.Array:
         """Maps [B, H, W, C] to [B, outputs]; `mask` is bool [B], False for padding."""
-        if self.norm not in ("batch", "group"):
-            raise UsageError(f"mobilenet.norm is {self.norm!r}; choose batch or group")
+        require_one_of("mobilenet.norm", self.norm, NORMS)
 
         def conv(
             x: jax.Array, outputs: int, name: str, size: int = 1, stride: int = 1, groups: int = 1

@@ -9,6 +9,8 @@ them.
 import dataclasses
 import inspect
 import sys
+import types
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,6 +34,16 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(is_plain, value))
     return isinstance(value, bool | int | float | str)
+
+
+def as_float(default: Any, hint: Any) -> Any:
+    """Returns a default with floats in place of integers if the type hint asks for floats."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    kinds = typing.get_args(hint) if is_union else (hint,)
+    if type(default) is int and float in kinds and int not in kinds:
+        return float(default)
+    is_floats = isinstance(default, tuple) and tuple[float, ...] in kinds
+    return tuple(map(float, default)) if is_floats else default
 
 
 def object_name(component: Any) -> str:
@@ -177,7 +189,20 @@ def _signature(name: str, network: Any) -> tuple[set[str], Mapping[str, Any]]:
             raise UsageError(
                 f"{name} needs {key}; give it a default, or pass a function that creates the module"
             )
+    hints = _type_hints(network)
     settings = {
-        key: value for key, value in defaults.items() if key not in _PASSED and is_plain(value)
+        key: as_float(value, hints.get(key))
+        for key, value in defaults.items()
+        if key not in _PASSED and is_plain(value)
     }
     return set(defaults), settings
+
+
+def _type_hints(network: Any) -> dict[str, Any]:
+    """Returns the types of a network's arguments by name; none if they cannot be read."""
+    owner = type(network) if isinstance(network, nn.Module) else network
+    is_other_class = inspect.isclass(owner) and not issubclass(owner, nn.Module)
+    try:
+        return typing.get_type_hints(owner.__init__ if is_other_class else owner)
+    except (NameError, TypeError):  # types imported for type checkers only, or a partial function
+        return {}

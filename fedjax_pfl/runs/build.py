@@ -24,6 +24,7 @@ from fedjax_pfl.runs.phase_inputs import PhaseInputs
 from fedjax_pfl.runs.sweep_settings import differing_settings, swept_settings
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation import (
+    clients_csv,
     execution_plan,
     forecast,
     memory_estimate,
@@ -186,6 +187,9 @@ def _check_observations(phase: Phase, state: Any) -> None:
             raise UsageError(f"{label} cannot be the name of a file; use letters, digits and _")
         if name in OWN_FIGURES:
             raise UsageError(f"{label} is a figure of every report; choose another name")
+        column = name.removeprefix(clients_csv.OBSERVED)
+        if column != name and clients_csv.is_own_column(column):
+            raise UsageError(f"{label} is a column of every clients.csv; choose another name")
 
 
 def _short_batches(phase: Phase, state: Any) -> str:

@@ -22,7 +22,7 @@ def client_ids(result: Result, clients: Sequence[int] | None) -> list[int]:
     Raises UsageError for one that does not exist.
     """
     n = result.federation.clients
-    ids = sorted(set(range(n) if clients is None else clients))
+    ids = sorted({int(i) for i in (range(n) if clients is None else clients)})
     if invalid := [i for i in ids if not 0 <= i < n]:
         raise UsageError(f"there is no client {invalid[0]}; there are {n}, from 0 to {n - 1}")
     return ids

@@ -369,5 +369,5 @@ def _by_name(variables: PyTree, algorithm: str) -> dict[str, np.ndarray]:
                 f"{algorithm} serves something other than nested dicts of arrays, which no file "
                 "can hold"
             )
-        arrays["/".join(str(key.key) for key in path)] = np.ascontiguousarray(leaf)
+        arrays["/".join(str(key.key) for key in path)] = np.asarray(leaf, order="C")
     return arrays

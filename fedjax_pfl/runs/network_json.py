@@ -39,6 +39,8 @@ NETWORKS: dict[str, Callable[..., Any]] = {
 def to_json(net: Any) -> dict[str, Any]:
     """Returns the kind of a network, with its settings by name, as plain data.
 
+    How convolutions are computed is left out: it depends on the machine.
+
     Raises UsageError if it is neither built-in nor passed to `run` as `model`.
     """
     while isinstance(net, Pretrained | ZeroHead):
@@ -50,7 +52,7 @@ def to_json(net: Any) -> dict[str, Any]:
     if type(net) not in kinds:
         raise UsageError(f"{type(net).__name__} is a network of your own, which no file can hold")
     fields = {f.name: getattr(net, f.name) for f in dataclasses.fields(net)}
-    settings = {name: v for name, v in fields.items() if name not in ("parent", "name")}
+    settings = {name: v for name, v in fields.items() if name not in ("parent", "name", "conv")}
     inner = {k: to_json(v) if dataclasses.is_dataclass(v) else v for k, v in settings.items()}
     return {"kind": kinds[type(net)], **json.loads(json.dumps(inner))}
 

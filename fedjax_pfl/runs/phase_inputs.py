@@ -111,10 +111,11 @@ class PhaseInputs:
         count = config.evaluate_clients
         if count is None and len(active) > _MAX_EVALUATED:
             count = max(1, self.cohort * config.eval_every // 2)  # half the updates in between
-        if count is None or count >= len(active):
+        if count is None or count >= self.federation.clients:
             return None
         rng = np.random.default_rng([config.partition_seed, 0xE7A1])
-        return np.sort(rng.choice(active, count, replace=False)).astype(np.int32)
+        chosen = rng.choice(active, min(count, len(active)), replace=False)
+        return np.sort(chosen).astype(np.int32)
 
     @property
     def count_confusion(self) -> bool:

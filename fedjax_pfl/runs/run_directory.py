@@ -218,7 +218,10 @@ def read_observations(directory: Path, until: int, *, read_only: bool = False) -
                 is_observation = {"rounds", "values"} <= {*file.files}
                 if not is_observation and file.zip.testzip() is None:  # an intact file of the user
                     continue
-                pairs = zip(file["rounds"], file["values"], strict=True)
+                values = file["values"]
+                if values.dtype.kind == "V":
+                    raise ValueError("its values have a type that NumPy cannot read")
+                pairs = zip(file["rounds"], values, strict=True)
                 entries = [(int(r), array) for r, array in pairs if r <= until]
         except Exception as error:  # zipfile, zlib and NumPy raise many types
             action = "it is left out"

@@ -23,9 +23,6 @@ from fedjax_pfl.simulation import clients_csv, ledger, stores, summaries
 from fedjax_pfl.simulation.ledger import Ledger
 from fedjax_pfl.simulation.records import Evaluation
 
-# Arrays [N] that a method exposes under such a name become columns of clients.csv.
-_COLUMN = "client_"
-
 
 class Position(NamedTuple):
     """Progress of a run without its states. Plain data that every checkpoint contains."""
@@ -39,7 +36,7 @@ class Position(NamedTuple):
     simulated_seconds: float | None = None  # None if no time is simulated
     late: int = 0  # updates that missed the deadline
     ledger: Ledger = ledger.empty(0)  # bytes, dropped and rejected updates so far
-    pending: tuple[dict[str, float], int] = ({}, 0)  # sums of training metrics, and their count
+    pending: Mapping[str, tuple[float, int]] = {}  # training metrics, as of `summaries.gather`
     metrics: tuple[dict[str, Any], ...] = ()  # lines of metrics.jsonl, one per evaluation
     clients: tuple[dict[str, Any], ...] = ()  # scores of each client at the last evaluation
     confusion: Mapping[str, Any] = {}  # confusion matrices of the last evaluation
@@ -107,6 +104,8 @@ def append_evaluation(
     """
     methods = _methods_by_round(sweep_run)
     for name, array in observed.items():
+        if array.dtype.kind == "V":  # bfloat16, which no .npz file can hold
+            array = array.astype(np.float32)
         earlier = zip(*sweep_run.observations.get(name, ([], [])), strict=True)
         kept = [
             (r, saved)
@@ -178,9 +177,9 @@ def record_evaluation(
     }
     columns = summaries.attack_columns(inputs.is_attacker, triggered, task)
     columns |= {
-        name.removeprefix(_COLUMN): np.asarray(array)
+        name.removeprefix(clients_csv.OBSERVED): np.asarray(array)
         for name, array in observed.items()
-        if name.startswith(_COLUMN) and np.shape(array) == honest.shape
+        if name.startswith(clients_csv.OBSERVED) and np.shape(array) == honest.shape
     }
     rows = clients_csv.client_scores(scores, task, inputs.evaluated, columns)
     previous = at.clients if at.best_round is not None else ()  # none of an earlier phase
@@ -189,7 +188,7 @@ def record_evaluation(
         metrics=(*at.metrics, line),
         clients=rows,
         confusion=summaries.confusion(scores, honest),
-        pending=({}, 0),
+        pending={},
     )
     return line
 

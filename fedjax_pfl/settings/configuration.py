@@ -19,6 +19,7 @@ from ml_collections import ConfigDict, FrozenConfigDict, config_dict
 from fedjax_pfl import algorithms, data, networks
 from fedjax_pfl.core import optimizers, task
 from fedjax_pfl.core.errors import MAX_LAYERS, UsageError, nearest
+from fedjax_pfl.networks.mobilenet import NORMS
 from fedjax_pfl.settings.general import SETTINGS, settings_with
 from fedjax_pfl.transforms import SERVER_OPTIMIZERS
 
@@ -84,8 +85,8 @@ def factory_settings(factory: Callable[..., Any]) -> dict[str, Any]:
     hints = typing.get_type_hints(factory)
     for name, value in defaults.items():
         if value is None:
-            kind = next(t for t in typing.get_args(hints[name]) if t is not type(None))
-            defaults[name] = config_dict.placeholder(kind)
+            kinds = [kind for kind in typing.get_args(hints[name]) if kind is not type(None)]
+            defaults[name] = config_dict.placeholder(float if float in kinds else kinds[0])
     return defaults
 
 
@@ -328,10 +329,7 @@ def _check_values(config: ConfigDict, prefix: str) -> None:
 
 
 def _check_combinations(config: ConfigDict, prefix: str) -> None:
-    """Raises UsageError for settings that contradict each other.
-
-    A message about a setting of the whole run has no prefix, as every phase has the same value.
-    """
+    """Raises UsageError for contradictions; settings of the whole run are named without prefix."""
     if config.local_epochs is not None and config.local_steps is not None:
         raise UsageError(f"{prefix}local_epochs and local_steps are both set; choose one")
     if config.validate_after and not config.evaluate_after:
@@ -391,6 +389,8 @@ def _check_network(config: ConfigDict, registry: Registry, prefix: str) -> None:
             most = MAX_LAYERS if key in ("blocks", "kernel_size") else _MAX_UNITS
             if type(number) is int and not 1 <= number <= most:
                 bound = f"from 1 to {most:,}"
+            elif key == "norm" and number not in NORMS:
+                bound = " or ".join(NORMS)
             elif key == "dropout" and not 0 <= number < 1:
                 bound = "at least 0 and below 1"
             elif isinstance(number, float) and key != "dropout" and not 0 < number <= MAX_LAYERS:

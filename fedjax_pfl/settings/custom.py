@@ -17,7 +17,12 @@ from fedjax_pfl.core import optimizers
 from fedjax_pfl.core.errors import UsageError, first_line, require
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.numbers import row_chunks
-from fedjax_pfl.networks.user_networks import is_plain, object_name, user_network
+from fedjax_pfl.networks.user_networks import (
+    as_float,
+    is_plain,
+    object_name,
+    user_network,
+)
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.configuration import BUILTINS, Registry
 
@@ -316,22 +321,13 @@ def _with_digest(name: str, factory: Callable[..., Any], content: str) -> Factor
     parameter = inspect.Parameter("digest", inspect.Parameter.KEYWORD_ONLY, default=content)
     hints = {**typing.get_type_hints(factory), "digest": str}
     typed = [
-        p.replace(default=_as_float(p.default, hints.get(p.name)))
+        p.replace(default=as_float(p.default, hints.get(p.name)))
         for p in (*signature.parameters.values(), parameter)
     ]
     ordered = sorted(typed, key=lambda p: p.kind)
     wrapper.__signature__ = signature.replace(parameters=ordered)  # type: ignore[attr-defined]
     wrapper.__annotations__ = hints
     return wrapper
-
-
-def _as_float(default: Any, hint: Any) -> Any:
-    """Returns a default with floats in place of integers if the type hint asks for floats."""
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if type(default) is int and float in kinds and int not in kinds:
-        return float(default)
-    is_floats = isinstance(default, tuple) and tuple[float, ...] in kinds
-    return tuple(map(float, default)) if is_floats else default
 
 
 def _code_text(code: types.CodeType) -> str:
@@ -353,10 +349,10 @@ def _check_factory(name: str, factory: Factory, arguments: tuple[str, ...]) -> N
 
     `arguments` are the names of the positional arguments that the library passes.
     """
-    parameters = inspect.signature(factory).parameters
     try:
-        inspect.signature(factory).bind(*arguments)
-    except TypeError:
+        signature = inspect.signature(factory)
+        signature.bind(*arguments)
+    except (TypeError, ValueError):  # some built-in classes have no signature
         raise UsageError(
             f"{name} must take ({', '.join(arguments)}), and its settings by keyword, each with a "
             "default"
@@ -370,7 +366,7 @@ def _check_factory(name: str, factory: Factory, arguments: tuple[str, ...]) -> N
             f"the types of the arguments of {name} cannot be read ({first_line(error)}); import "
             "them where the function is defined, also at run time"
         ) from None
-    settings = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    settings = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
     if untyped := [p.name for p in settings if p.name not in hints]:
         raise UsageError(
             f"{name} must give its setting {untyped[0]} a type, as in beta: float = 0.9"

@@ -1,6 +1,7 @@
 """Settings of simulated time and stragglers, and the speeds that they select."""
 
 import csv
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def read_trace(path: str, clients: int) -> list[np.ndarray]:
         table = np.asarray(rows, np.float32).reshape(len(rows), -1)
     except OSError as error:
         raise UsageError(f"speed_trace {path} cannot be read ({error.strerror})") from None
-    except (ValueError, TypeError, EOFError, csv.Error):
+    except (ValueError, TypeError, EOFError, csv.Error, zipfile.BadZipFile):
         raise UsageError(
             f"speed_trace {path} is no table of numbers; give it a row for each client"
         ) from None

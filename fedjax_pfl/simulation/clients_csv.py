@@ -12,6 +12,15 @@ from fedjax_pfl.simulation.ledger import Ledger
 from fedjax_pfl.simulation.records import Evaluation
 from fedjax_pfl.simulation.summaries import per_client, to_finite
 
+OBSERVED = "client_"  # an array [N] that a method observes under such a name becomes a column
+_FACTS = ("client", "owner", "active", "group", "train_examples", "test_examples", "attacker")
+_COUNTS = ("bytes_down", "bytes_up", "client_updates", "dropped", "rejected")
+
+
+def is_own_column(name: str) -> bool:
+    """Returns True if a column of this name has facts or scores of clients in every run."""
+    return name in (*_FACTS, *_COUNTS) or name.startswith(("before_", "after_", "best_"))
+
 
 def client_scores(
     scores: Evaluation,

@@ -12,7 +12,8 @@
 import operator
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
-from numbers import Integral
+from numbers import Integral, Real
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,10 +138,12 @@ class Simulation:
         require(is_seed, f"seed is {seed!r}; it must be an integer from 0 to 2^32 - 1")
         require_count("devices", devices)
         require_count("chunk", chunk)
-        require(0 <= dropout <= 1, f"dropout is {dropout}; it is a probability, 0 to 1")
+        is_share = isinstance(dropout, Real) and 0 <= dropout <= 1
+        require(is_share, f"dropout is {dropout!r}; it is a probability, 0 to 1")
         require_above("max_update_norm", max_update_norm, 0)
         require(folder is None or store == "disk", "folder is for store='disk'; leave it out")
-        is_folder = folder is None or Path(folder).is_dir()
+        is_path = isinstance(folder, str | PathLike)
+        is_folder = folder is None or (is_path and Path(folder).is_dir())
         require(is_folder, f"folder {folder} does not exist; create it, or leave folder out")
         self.method = method
         self.examples: FederatedData = data.examples

@@ -1,7 +1,7 @@
 """Metrics of an evaluation, computed on the host in float64 from the sums of each client."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -178,12 +178,15 @@ def mean_std(values: Sequence[float]) -> dict[str, Any]:
     return {"mean": float(np.mean(values)), "std": std, "seeds": len(values)}
 
 
-# Sums of training metrics by name, and the number of updates in them, since the last evaluation.
-Pending = tuple[dict[str, float], int]
+def gather(
+    pending: Mapping[str, tuple[float, int]],
+    logs: Sequence[Log],
+    rounds: int,
+    is_attacker: np.ndarray,
+) -> dict[str, tuple[float, int]]:
+    """Returns the sum of each training metric, and the number of updates in it.
 
-
-def gather(pending: Pending, logs: Sequence[Log], rounds: int, is_attacker: np.ndarray) -> Pending:
-    """Returns the sums with the training metrics of updates that the server used.
+    Updates that the server did not use are left out.
 
     Rounds are added in order and in 64 bits, so the sums do not depend on how calls divide them.
 
@@ -193,24 +196,27 @@ def gather(pending: Pending, logs: Sequence[Log], rounds: int, is_attacker: np.n
       rounds: Number of rounds to add.
       is_attacker: bool [N]; updates of attackers do not count.
     """
-    sums, count = dict(pending[0]), pending[1]
+    sums = {name: (total, count) for name, (total, count) in pending.items()}
     for r in range(rounds):
         for log in trees.row(tuple(logs), r):
             arrived = log.arrived & ~is_attacker[np.where(log.arrived, log.ids, 0)]
-            count += int(arrived.sum())
             for name, values in log.metrics.items():
-                total = values[arrived].sum(dtype=np.float64)
-                sums[name] = sums.get(name, 0.0) + float(total)
-    return sums, count
+                total, count = sums.get(name, (0.0, 0))
+                total += float(values[arrived].sum(dtype=np.float64))
+                sums[name] = total, count + int(arrived.sum())
+    return sums
 
 
-def means(pending: Pending) -> dict[str, float | None]:
-    """Returns the training metrics since the last evaluation, averaged over all honest updates.
+def means(pending: Mapping[str, tuple[float, int]]) -> dict[str, float | None]:
+    """Returns the training metrics since the last evaluation, averaged over honest updates.
 
-    They are named train_NAME; None if there are no updates.
+    They are named train_NAME; None if there are no updates. Where architecture groups report
+    different metrics, the updates are those of the groups that report it.
     """
-    sums, count = pending
-    return {f"train_{name}": to_finite(x / count) if count else None for name, x in sums.items()}
+    return {
+        f"train_{name}": to_finite(total / count) if count else None
+        for name, (total, count) in pending.items()
+    }
 
 
 def rejections(logs: Sequence[Log], first: int, rounds: int) -> Iterator[str]:

@@ -213,7 +213,7 @@ def _of_layer(kept_change: Any, path: tuple[Any, ...]) -> Any:
 
 def _is_one(share: Any) -> bool:
     """Returns True if a share is 1 in all runs of a program; a swept share is not."""
-    return isinstance(share, float) and share == 1
+    return isinstance(share, int | float) and share == 1
 
 
 def _is_exact(leaf: Any) -> bool:

@@ -7,7 +7,7 @@ on the client get the client's trained layers if they had the ones before, as Fe
 has. A personal model that trains its own layers, as in Ditto, APFL and FML, keeps these.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -140,6 +140,12 @@ def private_layers(
     """
     private_shapes, other_shapes = trees.split(model_shapes(model, federation), layers)
 
+    def _shared_only(counts: Mapping[str, Any], message: PyTree) -> dict[str, Any]:
+        """Returns the counts of layers without those of `message` that clients replace."""
+        paths = _matching_paths(message, private_shapes, other_shapes)
+        private = {*layers, *map(trees.layer_name, paths)}
+        return {name: count for name, count in counts.items() if name not in private}
+
     def first(member: Algorithm, key: jax.Array, state: State, start: State | None) -> PyTree:
         # The earlier phase may have had transforms that this one does not have.
         record: Any = start and start.clients
@@ -158,7 +164,10 @@ def private_layers(
             matches = _matching_paths(result.upload, private_shapes, other_shapes)
             values = dict(tree_leaves_with_path(result.upload))
             trained = {private_path: values[path] for path, private_path in matches.items()}
-            private = tree_map_with_path(lambda path, old: trained.get(path, old), client.own)
+            private = tree_map_with_path(
+                lambda path, old: trained[path].astype(old.dtype) if path in trained else old,
+                client.own,
+            )
             upload = tree_map_with_path(
                 lambda path, new, old: old if path in matches else new,
                 result.upload,
@@ -172,11 +181,8 @@ def private_layers(
             return member.personalize(State(server, rows, ()), client.method, ctx)
 
         def traffic(payload: PyTree, upload: PyTree) -> Traffic:
-            down, up = (
-                {name: count for name, count in direction.items() if name not in layers}
-                for direction in member.traffic(payload, upload)
-            )
-            return Traffic(down, up)
+            counts = member.traffic(payload, upload)
+            return Traffic(_shared_only(counts.down, payload), _shared_only(counts.up, upload))
 
         def kept_change(payload: PyTree, client: Client, ctx: ClientContext) -> Any:
             client_payload = replace_layers(payload, client.own, other_shapes)

@@ -172,7 +172,7 @@ def chain(algorithm: Algorithm, *transforms: Transform) -> Algorithm:
 
 def without_records(part: PyTree) -> PyTree:
     """Returns the innermost field `method` of nested records of transforms, or else the part."""
-    while getattr(part, "_fields", ("",))[0] == "method":
+    while getattr(part, "_fields", ())[:1] == ("method",):
         part = part.method
     return part
 

@@ -169,9 +169,19 @@ def test_newcomers_mix_models_of_their_own_network_only():
 
 def test_attackers_are_not_drawn_for_the_evaluation():
     """Their scores do not count, so the evaluation would have no score at all."""
-    attack = {"attack": "sign_flip", "attack_share": 0.4, "evaluate_clients": 1}
-    for seed in range(4):
+    attack = {"attack": "sign_flip", "attack_share": 0.4}
+    for count, seed in ((1, 0), (1, 1), (1, 2), (3, 3), (4, 3)):
         settings = {"clients": 5, "partition_seed": seed, "rounds": 1, **attack}
+        settings["evaluate_clients"] = count
         inputs = built({**settings, "algorithm": "fedavg"}).phases[0].inputs
-        assert len(inputs.evaluated) == 1
+        assert len(inputs.evaluated) == min(count, 3)
         assert not inputs.is_attacker[inputs.evaluated].any()
+
+
+def test_held_out_clients_are_not_drawn_for_the_evaluation():
+    settings = {"clients": 4, "held_out": 2, "rounds": 1, "algorithm": "fedavg"}
+    for count, ids in ((None, None), (2, [0, 1])):
+        inputs = built({**settings, "evaluate_clients": count}).phases[0].inputs
+        assert ids == (None if inputs.evaluated is None else inputs.evaluated.tolist())
+    inputs = built({"clients": 4, "evaluate_clients": 4, "rounds": 1}).phases[0].inputs
+    assert inputs.evaluated is None

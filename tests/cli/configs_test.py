@@ -245,3 +245,6 @@ def test_a_fraction_replaces_a_presets_number_of_validation_examples():
     assert settings.validation_examples == 10_000
     configs.replace_alternatives(settings, ["--config.validation_fraction=0.2"])
     assert settings.validation_examples is None
+    settings.validation_fraction = 0.2
+    configs.replace_alternatives(settings, ["--config.validation_examples=50"])
+    assert settings.validation_fraction == 0.0

@@ -67,8 +67,15 @@ def test_exit_status_and_message_of_an_error(capsys):
     assert code(UsageError("wrong\n  value")) == 2
     assert code(interrupt.Stopped(3, 15)) == interrupt.Stopped(3, 15).code
     assert code(SystemExit(7)) == 7
+    assert code(PermissionError(13, "Permission denied", "runs/mine")) == 2
     out, err = capsys.readouterr()
-    assert (out, err.splitlines()[0]) == ("", "error: wrong value")
+    assert out == ""
+    assert err.splitlines()[:1] == ["error: wrong value"]
+    assert err.splitlines()[-1:] == [
+        "error: runs/mine cannot be read or written (Permission denied)"
+    ]
+    with pytest.raises(OSError, match="no file"), errors.ending():
+        raise OSError("no file is named")
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,10 @@ def test_offloaded_rows_are_read_only_by_offload_functions():
             "mine: init returns float32[5] for rows; its first axis must be the 6 clients",
         ),
         (
+            {"init": lambda key, start=None: BASE.init(key)._replace(server={"key": key})},
+            "mine: init returns a random key at server/key, which can be neither sent nor saved",
+        ),
+        (
             {"init": lambda key: BASE.init(key)},
             "mine: init takes (key); it must take (key, start=None)",
         ),
@@ -113,6 +117,10 @@ def test_offloaded_rows_are_read_only_by_offload_functions():
         (
             {"predict": lambda variables, x: jnp.zeros(2)},
             "mine: predict returns an array float32[2] for 2 examples; it must return [2, 3]",
+        ),
+        (
+            {"send": lambda state, ctx: {"key": ctx.key}},
+            "mine: send returns a random key at key, which can be neither sent nor saved; use jax.",
         ),
         (
             {"traffic": lambda payload, upload: {"w": 4}},

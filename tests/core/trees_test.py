@@ -132,6 +132,12 @@ def test_change_is_relative_to_the_download():
     assert trees.change(payload, ()) == ()
 
 
+def test_the_matching_download_of_a_narrow_upload_is_narrow():
+    upload = {"w": jnp.ones(2, jnp.bfloat16)}
+    down = trees.matching_download({"w": array(1, 2)}, upload)
+    assert (down["w"].dtype, down["w"].tolist()) == (jnp.bfloat16, [1, 2])
+
+
 def test_split_and_join():
     nested = {
         "params": {"a": {"w": 1, "b": 2}, "block": {"a": {"w": 3}, "c": {"w": 4}}},

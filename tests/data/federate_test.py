@@ -343,6 +343,10 @@ def test_novel_clients_and_groups():
         ({"split": "shared", "validation_fraction": 0.79999}, "validation_fraction asks for 1438 "),
         ({"split": "shared", "validation_examples": 2.5}, "=2.5: use an integer"),
         ({"validation_examples": 50}, "is for split=official or shared"),
+        (
+            {"split": "shared", "validation_examples": 5, "validation_fraction": 0.1},
+            "^validation_fraction and validation_examples are both set; choose one",
+        ),
     ],
 )
 def test_invalid_requests_raise_one_line(options, line):

@@ -12,6 +12,8 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.networks.features import WithFeatures
 from fedjax_pfl.networks.normalisation import BatchNorm
 from fedjax_pfl.networks.user_defined import check_network
+from fedjax_pfl.networks.user_networks import user_network
+from fedjax_pfl.settings.configuration import factory_settings
 from tests import tiny
 from tests.networks.user_defined_test import KEY, Unordered, X, linen, train_step
 
@@ -89,6 +91,29 @@ class OwnKernel(nn.Module):
 
 def test_a_network_may_have_a_kernel_of_its_own():
     assert check_network("OwnKernel", linen(OwnKernel()), X[:2]).shape == (2, 3)
+
+
+class LinenRates(nn.Module):
+    rate: float = 0
+    rates: tuple[float, ...] = (1, 2)
+    width: int = 8
+
+
+class ModernRates(nnx.Module):
+    def __init__(self, rate: float = 0, rates: tuple[float, ...] = (1, 2), width: int = 8, *, rngs):
+        pass
+
+
+@pytest.mark.parametrize("network", [LinenRates, LinenRates(), ModernRates])
+def test_integers_may_be_the_defaults_of_real_numbers(network):
+    settings = factory_settings(user_network("Rates", network, "0"))
+    assert {name: settings[name] for name in ("rate", "rates", "width")} == {
+        "rate": 0.0,
+        "rates": (1.0, 2.0),
+        "width": 8,
+    }
+    assert [type(number) for number in settings["rates"]] == [float, float]
+    assert (type(settings["rate"]), type(settings["width"])) == (float, int)
 
 
 def test_inputs_of_layers_by_keyword():

@@ -271,3 +271,10 @@ def test_the_initialisation_of_a_network_is_not_in_its_json(wrap):
     for kind in (lambda inner: inner, Nearest):
         expected = network_json.to_json(kind(network))
         assert network_json.to_json(kind(wrap(network))) == expected
+
+
+def test_how_convolutions_are_computed_is_not_in_the_json_of_a_network():
+    """A model that a GPU trained is loaded on a CPU."""
+    encoded = network_json.to_json(Nearest(networks.LeNet(outputs=3, conv="fused")))
+    decoded = network_json.from_json(network_json.lists_to_tuples(encoded), {}, None)
+    assert decoded == Nearest(networks.LeNet(outputs=3))

@@ -1,5 +1,6 @@
 """Tests of user-defined networks and tasks: settings, digests, exported files and errors."""
 
+import functools
 import json
 
 import flax.linen as nn
@@ -11,9 +12,10 @@ import pytest
 from flax import nnx
 
 import fedjax_pfl
+from fedjax_pfl import algorithms
 from fedjax_pfl.core.metrics import ACCURACY
 from fedjax_pfl.core.task import Task, classification
-from fedjax_pfl.runs import export, network_json
+from fedjax_pfl.runs import export, network_json, run_directory
 from fedjax_pfl.runs.build import build
 from fedjax_pfl.settings import configuration, custom
 from tests.commands import message
@@ -115,6 +117,47 @@ def nnx_factory(outputs, *, hidden: int = 5, rngs):
 
 def linen_factory(outputs, width=4):
     return Net(outputs, width)
+
+
+class WithScalar(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        temperature = self.param("temperature", nn.initializers.ones, ())
+        return nn.Dense(2)(x) * temperature
+
+
+def with_narrow_observations(model, training, federation):
+    def observe(state):
+        temperature = state.clients.variables["params"]["temperature"]
+        return {"temperature": temperature.astype(jnp.bfloat16)}
+
+    return algorithms.local(model, training, federation)._replace(observe=observe)
+
+
+def test_scalar_parameters_and_narrow_observations(tmp_path, capsys):
+    """Observations in bfloat16 survive a resume, and scalars an export, of ids from NumPy."""
+    components = {
+        "dataset": examples(),
+        "model": WithScalar,
+        "algorithm": with_narrow_observations,
+    }
+    settings = {**SETTINGS, "rounds": 2, "eval_every": 1, "checkpoint_every": 1}
+    run = functools.partial(fedjax_pfl.run, settings, tmp_path / "run", **components)
+    run(on_evaluation=lambda line: False)
+    result = run()
+    assert result.resumed_at == 1
+    rounds, arrays = result.observations["temperature"]
+    assert (rounds, {array.dtype for array in arrays}) == ([1, 2], {np.dtype(np.float32)})
+    (path,) = export.write_models(result, tmp_path / "files", np.array([1]))
+    model, variables = export.load(path, WithScalar)
+    expected = result.state.clients.variables["params"]["temperature"][1]
+    np.testing.assert_array_equal(variables["params"]["temperature"], expected)
+    assert model.apply(variables, X[:2]).shape == (2, 2)
+
+    file = tmp_path / "run" / "temperature.npz"
+    np.savez(file, rounds=[1], values=np.zeros((1, 2), jnp.bfloat16))
+    assert run_directory.read_observations(tmp_path / "run", 2) == {}
+    assert "temperature.npz is damaged (its values have a type" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

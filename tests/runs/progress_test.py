@@ -97,6 +97,8 @@ def test_models_of_nan_have_no_score(tmp_path, capfd):
     [
         *((name, "use letters, digits and _") for name in ("../evil", "", "a.b", "a b")),
         ("clients", "is a figure of every report; choose another name"),
+        ("client_group", "is a column of every clients.csv; choose another name"),
+        ("client_best_after_loss", "is a column of every clients.csv; choose another name"),
     ],
 )
 def test_names_of_diagnostics_must_be_file_names(tmp_path, name, remedy):

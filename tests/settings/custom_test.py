@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from fractions import Fraction
+from typing import Optional
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -87,15 +88,18 @@ def with_integer_defaults(
     beta: float = 1,
     rates: tuple[float, ...] | None = (1, 2),
     n: int = 3,
+    scale: Optional[float] = 2,  # noqa: UP045
+    bound: int | float | None = None,
 ):
     return algorithms.local(model, training, federation)
 
 
 def test_integers_may_be_the_defaults_of_real_numbers():
     registry, _ = custom.register({}, algorithm=with_integer_defaults)
-    settings = {"with_integer_defaults": {"beta": 0.5, "rates": (0.5,), "n": 4}}
-    config = configuration.complete(settings, registry).with_integer_defaults
-    assert (config.beta, tuple(config.rates), config.n) == (0.5, (0.5,), 4)
+    values = {"beta": 0.5, "rates": (0.5,), "n": 4, "scale": 0.25, "bound": 1.5}
+    settings = {"with_integer_defaults": values}
+    config = configuration.complete(settings, registry).with_integer_defaults.to_dict()
+    assert {name: config[name] for name in values} == values
 
 
 def with_a_reserved_name(model, training, federation, *, outputs: int = 3):
@@ -252,6 +256,7 @@ class CallableObject:
         ({"algorithm": "fedavg"}, "algorithm= must be a function, got 'fedavg'; select a built-in"),
         ({"algorithm": with_name("<lambda>")}, "'<lambda>' cannot name the algorithm"),
         ({"algorithm": too_few}, "too_few must take (model, training, federation), and"),
+        ({"algorithm": dict}, "dict must take (model, training, federation), and"),
         ({"algorithm": without_default}, "without_default must take (model, training, federation"),
         ({"algorithm": without_type}, "without_type must give its setting beta a type"),
         (

@@ -104,6 +104,10 @@ RANDOM = {**LOCAL, "privacy": "client", "clients_per_round": 1}
             {"model": "dropout_cnn", "dropout_cnn": {"dropout": (0.5, -0.5)}},
             ["dropout_cnn.dropout is (0.5, -0.5)", "at least 0"],
         ),
+        (
+            {"model": "mobilenet", "mobilenet": {"norm": "layer"}},
+            ["mobilenet.norm is layer; it must be batch or group"],
+        ),
         ({"model": "cnn1d", "cnn1d": {"kernel_size": 2**20}}, ["is 1048576", "from 1 to 1,000"]),
         ({"model": "mobilenet", "mobilenet": {"width": 1e30}}, ["is 1e+30", "at most 1,000"]),
         ({"phases": [{"rounds": 2**30}] * 2}, ["2147483648 rounds", "at most 2147483647"]),

@@ -49,9 +49,10 @@ def test_a_byte_order_mark_is_no_row_of_names(tmp_path):
     np.testing.assert_array_equal(seconds, np.float32([0.1, 0.2]))
 
 
-def test_an_empty_array_file_is_refused(tmp_path):
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 no archive"])
+def test_a_file_that_is_no_array_is_refused(tmp_path, content):
     path = tmp_path / "trace.npy"
-    path.touch()
+    path.write_bytes(content)
     line = message(lambda: read_trace(str(path), 2))
     assert line.startswith(f"speed_trace {path} is no table of numbers")
 

@@ -73,6 +73,8 @@ def test_dtypes_and_damaged_files(tmp_path: Path):
         path.write_bytes(bytes(damaged))
         assert "is damaged" in message(pfl.restore, path, tree)
     assert "No such file" in message(pfl.restore, tmp_path / "none.npz", tree)
+    line = message(pfl.save, path, {"key": jax.random.key(0)})
+    assert line.startswith("['key'] is a random key, which no file can hold; save jax.random.key")
     np.save(tmp_path / "array.npy", np.zeros(3))
     line = message(pfl.restore, tmp_path / "array.npy", tree)
     assert line == f"{tmp_path / 'array.npy'} holds one array; give a file that `save` wrote"

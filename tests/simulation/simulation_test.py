@@ -303,13 +303,14 @@ def test_clients_without_examples_have_no_score(method, data):
         (Simulation, (), {"devices": -1}, "devices is -1; it must be an integer, at least 1"),
         (Simulation, (), {"chunk": 0}, "chunk is 0; it must be an integer, at least 1"),
         (Simulation, (), {"dropout": float("nan")}, "dropout is nan; it is a probability, 0 to 1"),
-        (Simulation, (), {"dropout": 2.0}, "dropout is 2.0; it is a probability, 0 to 1"),
+        (Simulation, (), {"dropout": "0.1"}, "dropout is '0.1'; it is a probability, 0 to 1"),
         (Simulation, (), {"seed": 1.0}, "seed is 1.0; it must be an integer from 0 to 2^32 - 1"),
         (Simulation, (), {"seed": -1}, "seed is -1; it must be an integer from 0 to 2^32 - 1"),
         (Simulation, (), {"seed": 2**32}, "seed is 4294967296; it must be an integer from 0 to 2"),
         (Simulation, (), {"max_update_norm": "1"}, "max_update_norm is '1'; it must be a number"),
         (Simulation, (), {"max_update_norm": -1}, "max_update_norm is -1; it must be above 0"),
         (Simulation, (), {"store": "disk", "folder": "no/folder"}, "folder no/folder does not"),
+        (Simulation, (), {"store": "disk", "folder": 3}, "folder 3 does not exist; create it"),
         (Simulation, (), {"deadline": 5.0}, "deadline needs step_seconds; add it"),
         (Simulation, (), {"step_seconds": [1.0, 2.0]}, "step_seconds has shape [2]; give one nu"),
         (Simulation, (), {"step_seconds": "slow"}, "step_seconds is 'slow'; it must be a number"),
@@ -337,8 +338,7 @@ def test_invalid_arguments_of_a_simulation(function, arguments, settings, line, 
 def test_a_network_with_the_wrong_number_of_outputs_is_refused(data):
     outputs = data.federation.outputs
     network = pfl.networks.MLP(outputs=outputs + 1)
-    method = pfl.fedavg(network, pfl.local_sgd(), data.federation)
-    line = message(lambda: Simulation(method, data))
+    line = message(lambda: Simulation(pfl.fedavg(network, pfl.local_sgd(), data.federation), data))
     assert f"[2, {outputs + 1}] for 2 examples; it must return [2, {outputs}]" in line
 
 

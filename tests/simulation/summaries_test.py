@@ -189,24 +189,31 @@ LOGS = [
 
 def test_training_metrics_of_the_clients_that_arrived():
     honest = np.zeros(11, bool)
-    pending = summaries.gather(({}, 0), LOGS, 2, honest)
-    assert pending == ({"loss": 9.0}, 3)
+    pending = summaries.gather({}, LOGS, 2, honest)
+    assert pending == {"loss": (9.0, 3)}
     assert summaries.means(pending) == {"train_loss": 3.0}
-    assert summaries.gather(pending, LOGS[1:], 1, honest) == ({"loss": 11.0}, 4)
-    assert pending == ({"loss": 9.0}, 3)
+    assert summaries.gather({"loss": [9.0, 3]}, LOGS[1:], 1, honest) == {"loss": (11.0, 4)}
+    assert pending == {"loss": (9.0, 3)}
     is_attacker = np.arange(11) == 0  # whose losses are 1, 2 and 6
-    assert summaries.gather(({}, 0), LOGS, 2, is_attacker) == ({"loss": 0.0}, 0)
-    assert summaries.gather(({}, 0), LOGS, 2, ~is_attacker) == pending
-    assert summaries.means(({"loss": 0.0}, 0)) == {"train_loss": None}
-    assert summaries.means(({"loss": np.nan}, 2)) == {"train_loss": None}
+    assert summaries.gather({}, LOGS, 2, is_attacker) == {"loss": (0.0, 0)}
+    assert summaries.gather({}, LOGS, 2, ~is_attacker) == pending
+    assert summaries.means({"loss": (0.0, 0)}) == {"train_loss": None}
+    assert summaries.means({"loss": (np.nan, 2)}) == {"train_loss": None}
+
+
+def test_a_training_metric_of_some_groups_is_a_mean_over_their_updates():
+    (first, second) = (log([[1, 1]], [[0, 0]], [[0, 0]], [[2, 4]]) for _ in range(2))
+    first = first._replace(metrics={"kl": np.float32([[4, 6]]), **first.metrics})
+    pending = summaries.gather({}, [first, second], 1, np.zeros(11, bool))
+    assert summaries.means(pending) == {"train_kl": 5.0, "train_loss": 3.0}
 
 
 def test_training_metrics_do_not_depend_on_how_calls_divide_the_rounds():
     """The losses of three rounds are 2^24, 1 and 1: in float32, 2^24 + 1 is 2^24."""
     rounds = log([[1]] * 3, [[0]] * 3, [[0]] * 3, [[2**24], [1], [1]])
-    honest, expected = np.zeros(1, bool), ({"loss": 2.0**24 + 2}, 3)
-    assert summaries.gather(({}, 0), [rounds], 3, honest) == expected
-    pending = ({}, 0)
+    honest, expected = np.zeros(1, bool), {"loss": (2.0**24 + 2, 3)}
+    assert summaries.gather({}, [rounds], 3, honest) == expected
+    pending = {}
     for r in range(3):
         call = jax.tree.map(lambda leaf, r=r: leaf[r : r + 1], rounds)
         pending = summaries.gather(pending, [call], 1, honest)
@@ -215,7 +222,7 @@ def test_training_metrics_do_not_depend_on_how_calls_divide_the_rounds():
 
 def test_training_metrics_of_an_evaluation_are_those_since_the_last_one():
     recorder, score = Recorder(), scores([1], [1.0], [1])
-    recorder.run.at = recorder.run.at._replace(pending=({"loss": 6.0}, 4))
+    recorder.run.at = recorder.run.at._replace(pending={"loss": (6.0, 4)})
     assert recorder.evaluate(1, score)["train_loss"] == 1.5
     recorder.run.at = recorder.run.at._replace(
         pending=summaries.gather(recorder.run.at.pending, LOGS[1:], 1, np.zeros(11, bool))

@@ -289,7 +289,7 @@ def test_init_restarts_the_error_and_continues_the_method():
     chex.assert_trees_all_equal(again, later)
     client, ctx = Client(jnp.int32(3), ()), ClientContext(0, (), 0, KEY)
     assert algorithm.personalize(State(state.server, (), ()), client, ctx) == 3
-    members = by_group((scripted(), scripted()._replace(kept_change=1.0)))
+    members = by_group((scripted(), scripted()._replace(kept_change=1)))
     pair = compression(federation, data, bits=8)(members)
     pair_state = pair.init(KEY)
     assert [len(pair_state.clients), len(pair.train), len(pair.traffic)] == [2, 2, 2]

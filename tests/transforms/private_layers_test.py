@@ -1,5 +1,7 @@
 """Tests of private layers around several methods."""
 
+import functools
+
 import chex
 import flax.linen as nn
 import jax
@@ -86,6 +88,21 @@ OWN_HEAD = (
 def test_methods_that_share_no_head_are_unchanged(name):
     algorithm = cases.make(name, FEDERATION)
     assert keep_head(algorithm) is algorithm
+
+
+def test_private_layers_of_other_clusters_are_not_sent():
+    """IFCA's download has the models of all clusters; a client replaces the head in each."""
+    counts = []
+    for algorithm in (cases.make("ifca", FEDERATION), with_private_head("ifca")):
+        state = jax.eval_shape(algorithm.init, KEY)
+        ctx = ClientContext(i=0, data=None, t=0, key=KEY)
+        send = functools.partial(algorithm.send, ctx=ctx)
+        payload = jax.eval_shape(send, state._replace(clients=()))
+        counts.append(algorithm.traffic(payload, {"params": {}}).down)
+    plain, private = counts
+    heads = {name for name in plain if name.endswith("fc2")}
+    assert heads == {"fc2", "others/params/fc2"}
+    assert private == {name: plain[name] for name in plain.keys() - heads}
 
 
 @pytest.mark.slow("builds many methods")

@@ -1,10 +1,12 @@
 """Tests of the registry of transforms and of `chain`."""
 
 import re
+from typing import NamedTuple
 
 import jax
 
 from fedjax_pfl import transforms
+from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.general import SETTING_GROUPS, SETTINGS
 from fedjax_pfl.testing import example
@@ -35,6 +37,18 @@ def test_transforms_define_disjoint_settings():
         assert selectable.settings
         for name, setting in selectable.settings.items():
             assert SETTING_GROUPS[selectable.title][name] is SETTINGS[name] is setting
+
+
+def test_a_state_without_fields_is_no_record_of_a_transform():
+    class Empty(NamedTuple):
+        pass
+
+    state = State((), (), Empty())
+    inner = scripted(UP)._replace(init=lambda key, start=None: start or state)
+    compression = transforms.compression(FEDERATION, DATA, bits=8)
+    method = transforms.chain(inner, compression)
+    key = jax.random.key(1)
+    assert method.init(key, method.init(key)).clients.method == Empty()
 
 
 def test_settings_select_transforms():
