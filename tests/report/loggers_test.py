@@ -255,6 +255,7 @@ def test_what_cannot_be_logged_is_refused_before_anything_is_written(tmp_path, m
         for module in [n for n in sys.modules if n.partition(".")[0] == package]:
             monkeypatch.delitem(sys.modules, module)
         monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(UsageError, match=rf"^{name} is not .*install 'fedjax_pfl\[{name}\]'$"):
+        line = rf"^{name} is not .*install '\.\[{name}\]' in the clone$"
+        with pytest.raises(UsageError, match=line):
             run({**BASE, "log_to": name})
     assert list(tmp_path.iterdir()) == []
