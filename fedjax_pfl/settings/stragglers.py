@@ -108,7 +108,8 @@ def read_trace(path: str, clients: int) -> list[np.ndarray]:
     """
     try:
         if path.endswith(".npy"):
-            rows = np.load(path, allow_pickle=False)
+            with open(path, "rb") as content:  # NumPy leaves a damaged file open
+                rows = np.load(content, allow_pickle=False)
         else:
             with Path(path).open(newline="", encoding="utf-8-sig") as file:
                 lines = [line for line in csv.reader(file) if line]
