@@ -102,18 +102,18 @@ def _check_folder(folder: Path) -> None:
     """Raises UsageError if the folder of the results cannot be created or has other files."""
     try:
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        old = folder / "audit.json"
-        own = json.loads(old.read_text()) if old.is_file() else {}
+        file = folder / "audit.json"
+        earlier = json.loads(file.read_text()) if file.is_file() else {}
     except OSError as error:
         raise UsageError(f"{folder} cannot be written ({error.strerror})") from None
     except ValueError:
-        own = {}
+        earlier = {}
     if not existing.is_dir():
         raise UsageError(f"{folder} cannot be written ({existing} is no folder)")
     if not os.access(existing, os.W_OK):
         raise UsageError(f"{folder} cannot be written ({existing} is read-only)")
     names = [name for name in ("audit.json", "images.png") if (folder / name).exists()]
-    if names and not (isinstance(own, dict) and "inversion" in own):
+    if names and not (isinstance(earlier, dict) and "inversion" in earlier):
         raise UsageError(
             f"{folder / names[0]} is not of an audit and would be lost; give another --out"
         )

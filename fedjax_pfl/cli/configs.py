@@ -184,7 +184,7 @@ def flag_values(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def replace_alternatives(settings: ConfigDict, arguments: Sequence[str]) -> None:
-    """Unsets the other one of two settings if `arguments` set only one.
+    """Unsets one of two settings that exclude each other if `arguments` set only the other.
 
     They are `local_steps` and `local_epochs`, and `validation_fraction` and `validation_examples`.
     """

@@ -36,7 +36,7 @@ def own_flags(options: flags.FlagValues) -> list[flags.Flag]:
 def ending() -> Iterator[None]:
     """Context that ends with one line on stderr, not a traceback, after UsageError or a signal.
 
-    The same holds for a file or folder that the system refuses to look at.
+    The same holds for a file or folder that the system refuses to open.
     """
     try:
         try:

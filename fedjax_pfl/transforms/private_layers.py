@@ -140,7 +140,7 @@ def private_layers(
     """
     private_shapes, other_shapes = trees.split(model_shapes(model, federation), layers)
 
-    def _shared_only(counts: Mapping[str, Any], message: PyTree) -> dict[str, Any]:
+    def shared_only(counts: Mapping[str, Any], message: PyTree) -> dict[str, Any]:
         """Returns the counts of layers without those of `message` that clients replace."""
         paths = _matching_paths(message, private_shapes, other_shapes)
         private = {*layers, *map(trees.layer_name, paths)}
@@ -182,7 +182,7 @@ def private_layers(
 
         def traffic(payload: PyTree, upload: PyTree) -> Traffic:
             counts = member.traffic(payload, upload)
-            return Traffic(_shared_only(counts.down, payload), _shared_only(counts.up, upload))
+            return Traffic(shared_only(counts.down, payload), shared_only(counts.up, upload))
 
         def kept_change(payload: PyTree, client: Client, ctx: ClientContext) -> Any:
             client_payload = replace_layers(payload, client.own, other_shapes)
