@@ -97,10 +97,12 @@ LOADED = pytest.mark.filterwarnings("ignore:the load_module")  # of configuratio
 def test_settings_of_a_component_of_ones_own():
     """They follow the component's name. Values are Python literals or texts."""
     own = ["--config.algorithm=mine:own", "--config.own.beta=0.5", "--config.own.sizes", "(1, 2)"]
+    own.append("--config.own.form={[]: 1}")  # no dict, because a list cannot be a key
     arguments = [*own, "--config.own.kind=fast", "--config.rounds=3"]
     configs.check_keys(arguments)
     settings = read("baseline", *arguments)
-    assert settings.own.to_dict() == {"beta": 0.5, "sizes": (1, 2), "kind": "fast"}
+    values = {"beta": 0.5, "sizes": (1, 2), "kind": "fast", "form": "{[]: 1}"}
+    assert settings.own.to_dict() == values
     assert (settings.algorithm, settings.rounds) == ("mine:own", 3)
     line = message(configs.check_keys, ["--config.algorithm=mine:own", "--config.other.beta=1"])
     assert line.startswith("there is no setting other")

@@ -1,5 +1,7 @@
 """Tests of users' networks in the training loop."""
 
+import functools
+
 import chex
 import flax.linen as nn
 import jax.numpy as jnp
@@ -114,6 +116,12 @@ def test_integers_may_be_the_defaults_of_real_numbers(network):
     }
     assert [type(number) for number in settings["rates"]] == [float, float]
     assert (type(settings["rate"]), type(settings["width"])) == (float, int)
+
+
+def test_a_network_whose_types_cannot_be_read_has_the_types_of_its_defaults():
+    partial = functools.partial(LinenRates, width=4)
+    settings = factory_settings(user_network("Rates", partial, "0"))
+    assert (settings["rate"], type(settings["rate"]), settings["width"]) == (0, int, 4)
 
 
 def test_inputs_of_layers_by_keyword():
