@@ -28,22 +28,36 @@ _QUANTILES = {  # from the worst score to the best
 }
 
 
+_PARTICIPANT = "participant"
+# Markers by the role of a client in the last phase; None: that of the stage.
+_MARKERS = {_PARTICIPANT: None, "not taking part": None, "attacker": "X"}
+_LINES = {_PARTICIPANT: "-", "not taking part": "--", "attacker": ":"}
+
+
 class _Scores(NamedTuple):
     """Scores of clients, arrays of shape [N]; NaN is a missing score."""
 
     before: np.ndarray  # before local training
     after: np.ndarray  # after it
-    active: np.ndarray  # whether a client takes part in the last phase
+    roles: np.ndarray  # the role of a client in the last phase, a key of `_MARKERS`
 
-    def groups(self, stage: str) -> Iterator[tuple[np.ndarray, str]]:
-        """Yields (bool [N], label) of the clients with a score: participants, then the others.
+    def groups(self, stage: str) -> Iterator[tuple[np.ndarray, str, str]]:
+        """Yields (bool [N], role, label) of the clients with a score, one role after the other.
 
-        `stage` is "before" or "after" local training. A group without clients is left out.
+        `stage` is "before" or "after" local training. A role without clients is left out.
         """
         finite = np.isfinite(getattr(self, stage))
-        for mask, label in ((self.active, stage), (~self.active, f"{stage}, not taking part")):
-            if (mask & finite).any():
-                yield mask & finite, label
+        for role in _MARKERS:
+            mask = (self.roles == role) & finite
+            if mask.any():
+                yield mask, role, stage if role == _PARTICIPANT else f"{stage}, {role}"
+
+
+def _role(row: Mapping[str, Any], held_out: bool) -> str:
+    """Returns the role of a client, a row of clients.csv, in the last phase."""
+    if bool(row.get("active", True)) is held_out:
+        return "not taking part"
+    return "attacker" if row.get("attacker") else _PARTICIPANT
 
 
 def draw(
@@ -64,8 +78,8 @@ def draw(
         np.array([number(row.get(f"{stage}_{metric.name}")) for row in rows])
         for stage in drawing.STAGES
     )
-    active = np.array([bool(row.get("active", True)) is not held_out for row in rows])
-    scores = _Scores(before, after, active)
+    roles = np.array([_role(row, held_out) for row in rows])
+    scores = _Scores(before=before, after=after, roles=roles)
     figure, axes = drawing.new_axes(f"{metric_title(metric)} of each client")
     if len(rows) <= _MAX_ROWS:
         _client_pairs(axes, [client_name(row) for row in rows], scores)
@@ -96,16 +110,16 @@ def _client_pairs(axes: Axes, names: list[str], scores: _Scores) -> None:
     x = np.arange(len(names))
     axes.vlines(x, scores.before, scores.after, color="#999999", linewidth=1.2)
     for stage in drawing.STAGES:
-        for mask, label in scores.groups(stage):
+        for mask, role, label in scores.groups(stage):
             colour = drawing.STAGE_COLOURS[stage]
             axes.plot(
                 x[mask],
                 getattr(scores, stage)[mask],
-                drawing.STAGE_MARKERS[stage],
+                _MARKERS[role] or drawing.STAGE_MARKERS[stage],
                 color=colour,
                 label=label,
                 markersize=8 if stage == "before" else 5,  # both are visible at one score
-                markerfacecolor=colour if label == stage else "none",
+                markerfacecolor=colour if role == _PARTICIPANT else "none",
             )
     is_crowded, is_wide = len(names) > 30, sum(map(len, names)) > MAX_AXIS_CHARACTERS
     axes.set_xticks(
@@ -122,7 +136,7 @@ def _client_pairs(axes: Axes, names: list[str], scores: _Scores) -> None:
 def _client_points(axes: Axes, sizes: np.ndarray, scores: _Scores) -> None:
     """Draws scores over the clients' numbers of training examples, `sizes` [N]."""
     for stage in drawing.STAGES:
-        for mask, label in scores.groups(stage):
+        for mask, role, label in scores.groups(stage):
             colour = drawing.STAGE_COLOURS[stage]
             axes.scatter(
                 sizes[mask],
@@ -130,10 +144,10 @@ def _client_points(axes: Axes, sizes: np.ndarray, scores: _Scores) -> None:
                 s=18,
                 label=label,
                 alpha=0.65,
-                marker=drawing.STAGE_MARKERS[stage],
+                marker=_MARKERS[role] or drawing.STAGE_MARKERS[stage],
                 linewidths=0.8,
                 edgecolors=colour,
-                facecolors=colour if label == stage else "none",
+                facecolors=colour if role == _PARTICIPANT else "none",
             )
     if sizes.min() > 0 and sizes.max() > 20 * sizes.min():
         axes.set_xscale("log")
@@ -151,13 +165,13 @@ def _histogram(axes: Axes, metric: Metric, scores: _Scores) -> None:
     width = max(width, 1e-6 * abs(middle)) or 1.0  # scores that differ only by rounding
     edges = np.linspace(middle - width / 2, middle + width / 2, _BINS + 1)
     for stage in drawing.STAGES:
-        for mask, label in scores.groups(stage):
+        for mask, role, label in scores.groups(stage):
             axes.stairs(
                 np.histogram(getattr(scores, stage)[mask], edges)[0],
                 edges,
                 label=label,
                 color=drawing.STAGE_COLOURS[stage],
-                linestyle="-" if label == stage else "--",
+                linestyle=_LINES[role],
                 fill=label == "before",
                 alpha=0.45 if label == "before" else 1.0,
                 linewidth=1.6,

@@ -301,7 +301,8 @@ def extremes(
         return None
     sign = direction(metric_of(row.runs[0].metrics))
     excluded = attackers([*row.runs, *baseline.runs])
-    clients = dict.fromkeys(client for _, client, _ in _scores(row, stage, excluded))
+    name = metric_of(row.runs[0].metrics).name
+    clients = dict.fromkeys(client for _, client, _ in _scores(row, stage, name, excluded))
     gains = sorted(zip(clients, difference.tolist(), strict=True), key=lambda gain: sign * gain[1])
     worst, best = ((str(names[client]), value) for client, value in (gains[0], gains[-1]))
     return best, worst
@@ -342,7 +343,8 @@ def _differences(row: Row, baseline: Row, stage: str) -> np.ndarray | str:
     if None in examples and row is not baseline:
         return "examples unknown"
     excluded = attackers([*row.runs, *baseline.runs])
-    scores, baseline_scores = (_scores(rows, stage, excluded) for rows in (row, baseline))
+    name = metric_of(row.runs[0].metrics).name
+    scores, baseline_scores = (_scores(rows, stage, name, excluded) for rows in (row, baseline))
     if scores.keys() != baseline_scores.keys() or not scores:
         return "other clients"
     indices: dict[tuple[int, int], int] = {}  # by client and number of test examples
@@ -372,20 +374,22 @@ def attackers(runs: Sequence[Run]) -> set[int]:
 
 def scored_clients(run: Run) -> set[int]:
     """Returns the clients whose scores are in a run's means."""
-    return {
-        client for _, client, _ in _scores(Row("", run.config, [run]), "before", attackers([run]))
-    }
+    name, row = metric_of(run.metrics).name, Row("", run.config, [run])
+    return {client for _, client, _ in _scores(row, "before", name, attackers([run]))}
 
 
-def _scores(row: Row, stage: str, excluded: Container[int]) -> dict[tuple[int, int, int], float]:
+def _scores(
+    row: Row, stage: str, metric_name: str, excluded: Container[int]
+) -> dict[tuple[int, int, int], float]:
     """Returns the final scores of clients by (seed, client, number of test examples).
 
     `stage` is "before" or "after" local training. Only clients that take part in the last phase and
     are not in `excluded` are in it.
     """
-    name = metric_of(row.runs[0].metrics).name
     return {
-        (run.seed, client["client"], client["test_examples"]): number(client.get(f"{stage}_{name}"))
+        (run.seed, client["client"], client["test_examples"]): number(
+            client.get(f"{stage}_{metric_name}")
+        )
         for run in row.runs
         for client in run.participants
         if client["client"] not in excluded and (client.get("test_examples") or 0) > 0

@@ -45,7 +45,9 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     metric = metric_of(rows[0].runs[0].metrics)
     shares = [comparison.share_better_than_local(row, rows) for row in rows]
     has_local = any(share is not None for share in shares)
-    privacy = [privacy_parts(row.runs[0].metrics[-1]) for row in rows]
+    # ε grows with the rounds, and the seeds of a row can stand at different ones.
+    last_lines = [[run.metrics[-1] for run in row.runs] for row in rows]
+    privacy = [privacy_parts(max(lines, key=lambda line: line["round"])) for lines in last_lines]
     is_private = any(privacy)
     note = " gain %: the share of clients that a method serves better than Local does."
     results = _table(

@@ -97,13 +97,10 @@ def table(name: str, column: Mapping[str, Any]) -> Table:
     A method with another number of seeds than most methods has its number in its label.
     """
     about, labels = column["about"], _labels(column["methods"])
-    seeds = "seeds"
-    if len(counts := _seed_counts(column["methods"])) > 1:
-        seeds = f"{_count(counts.most_common(1)[0][0])} unless stated otherwise"
     settings = "".join(f", {key}={value}" for key, value in about.get("settings", {}).items())
     caption = (
         f"{name} ({about['words']}{settings}), {about['rounds']} rounds of {about['local_epochs']} "
-        f"local epochs: accuracy in per cent, mean ± sample standard deviation over {seeds}. "
+        f"local epochs: accuracy in per cent, {_spread(column['methods'])}. "
         f"Settings are the best of {about['budget']} on validation examples."
     )
     papers, variants = (
@@ -111,6 +108,14 @@ def table(name: str, column: Mapping[str, Any]) -> Table:
         for part in _papers_and_variants(column["methods"])
     )
     return Table(caption=caption, heads=HEADS, rows=papers, variants=variants)
+
+
+def _spread(methods: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns what the scores are over the seeds of most methods, and how many seeds these are."""
+    counts = _seed_counts(methods)
+    most_common = counts.most_common(1)[0][0] if counts else 0
+    seeds = _count(most_common) + " unless stated otherwise" * (len(counts) > 1)
+    return f"mean ± sample standard deviation over {seeds}" if most_common > 1 else f"of {seeds}"
 
 
 def _seed_counts(methods: Mapping[str, Mapping[str, Any]]) -> Counter[int]:
@@ -197,7 +202,7 @@ def draw(name: str, column: Mapping[str, Any]) -> Picture:
     axes.set_yticks(range(len(lines)), [labels[name] for name, _ in lines])
     if variants:
         axes.axhline(len(variants) - 0.5, color=drawing.INK, linewidth=0.8)
-    axes.set_xlabel("accuracy (%), mean and deviation over seeds")
+    axes.set_xlabel(f"accuracy (%), {_spread(column['methods'])}")
     drawing.legend(axes)
     scored = [
         entry

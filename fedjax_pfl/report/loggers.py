@@ -87,7 +87,7 @@ def from_setting(log_to: str, directory: str | Path) -> list[Logger]:
 
     Raises UsageError if one is unknown or its package is not installed.
     """
-    names = [name.strip() for name in log_to.split(",") if name.strip()]
+    names = list(dict.fromkeys(name.strip() for name in log_to.split(",") if name.strip()))
     for name in names:
         if name not in LOGGERS:
             raise UsageError(f"log_to has no {name!r}{suggestion(name, LOGGERS)}")
@@ -99,6 +99,8 @@ def scalars(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
     for key, value in line.items():
         if isinstance(value, Mapping):
             yield from scalars(value, f"{prefix}{key}/")
+        elif isinstance(value, bool):
+            continue  # a fact of a metric, such as higher_is_better
         elif isinstance(value, int | float) and prefix + key not in (*_POSITION, *_CLOCK):
             yield prefix + key, value
 

@@ -36,7 +36,8 @@ def metrics_of(metrics: Sequence[Record]) -> list[Metric]:
     scores: Record = next(filter(None, (line.get("before") for line in reversed(metrics))), {})
     names = [key.removesuffix("_mean") for key in scores if key.endswith("_mean")]
     custom: Record = next(filter(None, (line.get("custom_metrics") for line in metrics)), {})
-    metrics_by_name = [METRICS.get(n) or _custom_metric(n, custom.get(n, {})) for n in names]
+    built_in = {name: metric for name, metric in METRICS.items() if name not in custom}
+    metrics_by_name = [built_in.get(n) or _custom_metric(n, custom.get(n, {})) for n in names]
     return metrics_by_name or [ACCURACY]
 
 
@@ -59,7 +60,8 @@ def direction(metric: Metric) -> int:
 
 def metric_title(metric: Metric) -> str:
     """Returns the metric's name for the start of a sentence."""
-    return metric_name(metric).capitalize() if len(metric.name) > 4 else metric.name.upper()
+    name = metric_name(metric)
+    return name[:1].upper() + name[1:]
 
 
 def metric_name(metric: Metric) -> str:

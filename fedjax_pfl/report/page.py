@@ -327,7 +327,8 @@ def _clients(run: Run) -> str:
         return ""
     stages = _stages(run.metrics[-1])
     if len(tested) > client_figures.MAX_POINTS:
-        return _quantiles(tested, metric, stages)
+        honest = [row for row in tested if not row.get("attacker")]  # as in all means
+        return _quantiles(honest, metric, stages)
 
     def score(row: Mapping[str, Any], stage: str) -> float:
         return number(row.get(f"{stage}_{metric.name}"))
@@ -339,7 +340,7 @@ def _clients(run: Run) -> str:
     ]
     rows = [
         (
-            html.escape(client_figures.client_name(row)),
+            html.escape(client_figures.client_name(row)) + ", attacker" * bool(row.get("attacker")),
             f"{row.get('train_examples') or 0:,}",
             f"{row['test_examples']:,}",
             *(format_score_without_percent(metric, score(row, stage)) for stage in stages),

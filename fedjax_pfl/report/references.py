@@ -232,9 +232,10 @@ def training_differences(run: Run, reference: Run) -> list[str]:
     """Returns the dotted names of settings that differ between two runs, except the method.
 
     Settings of transforms and evaluation do not count, except the attack and the choice of
-    evaluated clients. A run of several phases counts as one phase, with the settings of the
-    last, as the setting `reference` trains it. Its rounds are those at the last evaluation: a
-    callback can end a run before the rounds of its settings.
+    evaluated clients. Nor does `late` if one run is Local's, which cannot use partial work. A run
+    of several phases counts as one phase, with the settings of the last, as the setting `reference`
+    trains it. Its rounds are those at the last evaluation: a callback can end a run before the
+    rounds of its settings.
     """
     defaults, settings = run_reader.default_settings(), []
     for config, metrics in ((run.config, run.metrics), (reference.config, reference.metrics)):
@@ -242,7 +243,8 @@ def training_differences(run: Run, reference: Run) -> list[str]:
         rounds = metrics[-1]["round"] if metrics else 0
         settings.append({**phases[-1], "rounds": rounds})
     differing = different_settings(settings[0], settings[1])
-    differing = [key for key in differing if key.split(".")[0] not in _IGNORED]
+    ignored = _IGNORED | ({"late"} if "local" in [s["algorithm"] for s in settings] else set())
+    differing = [key for key in differing if key.split(".")[0] not in ignored]
     scored, reference_scored = (comparison.scored_clients(r) for r in (run, reference))
     if scored and reference_scored and scored != reference_scored and not differing:
         return ["the clients that are scored"]

@@ -9,7 +9,7 @@ import numpy as np
 
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.local_training import Scores
-from fedjax_pfl.core.metrics import METRICS
+from fedjax_pfl.core.metrics import METRICS, Metric
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.simulation.records import Evaluation, Log
 
@@ -159,14 +159,19 @@ def confusion(scores: Evaluation, active: np.ndarray) -> dict[str, Any]:
 def user_metrics(task: Task) -> dict[str, Any]:
     """Returns {"custom_metrics": facts of each metric by name}, or {} if none is user-defined.
 
-    The facts, which a report needs, are `unit` and `higher_is_better`.
+    The facts, which a report needs, are `unit` and `higher_is_better`. A metric with the name of a
+    built-in one counts if its facts differ.
     """
-    facts = {
-        metric.name: {"unit": metric.unit, "higher_is_better": metric.higher_is_better}
+
+    def facts(metric: Metric) -> dict[str, Any]:
+        return {"unit": metric.unit, "higher_is_better": metric.higher_is_better}
+
+    custom = {
+        metric.name: facts(metric)
         for metric in task.metrics
-        if metric.name not in METRICS
+        if metric.name not in METRICS or facts(metric) != facts(METRICS[metric.name])
     }
-    return {"custom_metrics": facts} if facts else {}
+    return {"custom_metrics": custom} if custom else {}
 
 
 def mean_std(values: Sequence[float]) -> dict[str, Any]:

@@ -103,7 +103,12 @@ def test_another_number_of_seeds_is_shown():
     assert "over 3 seeds unless stated otherwise. Settings" in table.caption
     ticks = board.draw("digits", column).figure.axes[0].get_yticklabels()
     assert "FedPer, 1 seed" in [text.get_text() for text in ticks]
-    assert "over seeds. Settings" in board.table("digits", RECORD["columns"]["digits"]).caption
+    caption = board.table("digits", RECORD["columns"]["digits"]).caption
+    assert "accuracy in per cent, mean ± sample standard deviation over 3 seeds. Set" in caption
+    lines = {"local": line(0.8) | {"seeds": [100]}}
+    column = {"about": RECORD["columns"]["digits"]["about"], "methods": lines}
+    assert "accuracy in per cent, of 1 seed. Set" in board.table("digits", column).caption
+    assert board.draw("digits", column).figure.axes[0].get_xlabel() == "accuracy (%), of 1 seed"
 
 
 def test_variants_of_this_library_stand_below_a_line(monkeypatch):

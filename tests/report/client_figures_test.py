@@ -45,3 +45,21 @@ def test_histogram_of_scores_that_differ_by_rounding():
     scores = [0.3 if i % 2 else 0.1 + 0.2 for i in range(client_figures.MAX_POINTS + 1)]
     clients = [{"client": i, "before_accuracy": v} for i, v in enumerate(scores)]
     assert client_figures.draw(clients, ACCURACY)
+
+
+def test_attackers_are_marked_and_in_no_quantile(tmp_path):
+    """Client 0 does not take part, client 1 attacks."""
+    run = make_run(tmp_path, [evaluation(1)])
+    run.clients[1]["attacker"] = 1
+    figure = client_figures.draw(run.clients, ACCURACY).figure
+    points = {line.get_label(): line.get_ydata().tolist() for line in figure.axes[0].lines}
+    np.testing.assert_allclose(points["before"], [0.7, 0.8])
+    np.testing.assert_allclose(points["before, attacker"], [0.6])
+    np.testing.assert_allclose(points["before, not taking part"], [0.5])
+    page = report.write(run).read_text()
+    assert ">1, attacker</th>" in page
+    many = make_run(tmp_path, [evaluation(1)], clients=1200)
+    for row in many.clients[:100]:
+        row["attacker"] = 1
+    page = report.write(many).read_text()
+    assert "Clients: quantiles of 1,100" in page

@@ -189,3 +189,17 @@ def test_diagnostics_are_columns(tmp_path):
     assert [line["diagnostic_peers"] for line in lines] == ["2.5", ""]
     assert "Diagnostics" in comparison_page.write(rows, tmp_path / "out").read_text()
     assert len(comparison_page.tables(rows[1:])) == 1
+
+
+def test_epsilon_of_a_row_is_that_of_the_seed_with_most_rounds(tmp_path):
+    """A seed that ended after five rounds has spent less than the other one after ten."""
+    for seed, epsilon in ((0, 1.0), (1, 2.0)):
+        path = write_run(
+            tmp_path / f"{seed}", [0.5] * 3, settings(seed=seed), rounds=(5 + 5 * seed,)
+        )
+        line = json.loads((path / "metrics.jsonl").read_text())
+        line |= {"epsilon": epsilon, "delta": 1e-5}
+        (path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    write_run(tmp_path / "local", [0.5] * 3, settings("local"))
+    rows = rows_of(*(tmp_path / name for name in ("0", "1", "local")))
+    assert "ε = 2, δ = 1e-05" in comparison_page.text(rows)

@@ -233,6 +233,7 @@ def test_scalars_and_parameters_skip_missing_values():
     line = {"round": 3, "seconds": 1.0, "phase": 0, "bytes_up": 7, "best_round": 2, "epsilon": 2.5}
     line |= {"before": {"loss": None, "accuracy_mean": 0.5}, "after": None, "train_loss": None}
     line |= {"diagnostics": {"one_hot": 1.0, "peers": {"fc1": 2}}, "inactive": ["one_hot"]}
+    line |= {"custom_metrics": {"mine": {"unit": "%", "higher_is_better": True}}}
     assert dict(loggers.scalars(line)) == {
         "bytes_up": 7,
         "epsilon": 2.5,

@@ -8,6 +8,7 @@ import pytest
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import answer, references, run_reader
+from fedjax_pfl.report.numbers import metric_of
 from fedjax_pfl.runs import reference_runs
 from fedjax_pfl.settings import configuration
 from tests.report.comparison_test import settings, write_run
@@ -123,3 +124,29 @@ def test_reference_runs_keep_the_attack():
     )
     for reference in reference_runs.missing_runs(run, config, configuration.BUILTINS).values():
         assert (reference.attack, reference.robust_rule) == ("label_flip", "mean")
+
+
+def test_a_reference_run_is_paired_by_the_metric_of_the_run(tmp_path):
+    """The first metric of FedAvg's run is the F1 score; its second, the accuracy, is equal."""
+    run = read_run(tmp_path, "run", [0.5, 0.7, 0.9], algorithm="fedper")
+    read_run(tmp_path, "fedavg", [0.5, 0.7, 0.9])
+    lines = (tmp_path / "fedavg" / "metrics.jsonl").read_text()
+    (tmp_path / "fedavg" / "metrics.jsonl").write_text(
+        lines.replace('"accuracy_mean"', '"macro_f1_mean": 0.1, "accuracy_mean"')
+    )
+    head, *rows = (tmp_path / "fedavg" / "clients.csv").read_text().splitlines()
+    rows = [f"{head},before_macro_f1", *(f"{row},0.1" for row in rows)]
+    (tmp_path / "fedavg" / "clients.csv").write_text("\n".join(rows) + "\n")
+    reference = run_reader.read(tmp_path / "fedavg")
+    assert metric_of(reference.metrics).name == "macro_f1"
+    sentence = references.stage_sentence(run, "FedAvg", reference, "before", "It")
+    assert sentence.endswith("better for 0 of 3 clients, p = 1.0000).")
+
+
+def test_late_updates_of_local_may_differ(tmp_path):
+    """Local cannot use partial work, so `reference` trains it with late=missing."""
+    partial = read_run(tmp_path, "run", [0.5] * 4, algorithm="fedprox", late="partial")
+    local = read_run(tmp_path, "local", [0.5] * 4, algorithm="local", late="missing")
+    fedavg = read_run(tmp_path, "fedavg", [0.5] * 4, late="missing")
+    assert references.comparable(partial, {"Local": local, "FedAvg": fedavg}) == {"Local": local}
+    assert references.training_differences(local, partial) == []

@@ -8,8 +8,9 @@ import pytest
 
 from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.core.local_training import Scores
-from fedjax_pfl.core.metrics import ACCURACY, PERPLEXITY
+from fedjax_pfl.core.metrics import ACCURACY, PERPLEXITY, SQUARED_ERROR
 from fedjax_pfl.core.task import Task, classification, regression, select_metrics
+from fedjax_pfl.report import numbers
 from fedjax_pfl.runs import progress, run_state
 from fedjax_pfl.simulation import clients_csv, ledger, summaries
 from fedjax_pfl.simulation.records import Evaluation, Log
@@ -273,3 +274,7 @@ def test_user_metrics_are_recorded_with_their_unit():
     task = task._replace(metrics=(ACCURACY._replace(name="mine", higher_is_better=False),))
     expected = {"custom_metrics": {"mine": {"unit": "%", "higher_is_better": False}}}
     assert summaries.user_metrics(task) == expected
+    task = task._replace(metrics=(ACCURACY._replace(unit=""), SQUARED_ERROR))
+    line = summaries.user_metrics(task) | {"before": {"accuracy_mean": 95.0}}
+    assert line["custom_metrics"] == {"accuracy": {"unit": "", "higher_is_better": True}}
+    assert numbers.format_score(numbers.metric_of([line]), 95.0) == "95"
