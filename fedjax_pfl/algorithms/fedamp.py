@@ -81,10 +81,14 @@ def fedamp(
 
         `rows` are the parameters θ_j of all clients, stacked; `origin` are the parameters o.
         """
-        of_i = jax.tree.map(jnp.subtract, trees.row(rows, i), origin)
+
+        def difference(row: PyTree) -> PyTree:
+            return jax.tree.map(jnp.subtract, *map(trees.at_least_float32, (row, origin)))
+
+        of_i = difference(trees.row(rows, i))
 
         def of_row(row: PyTree) -> tuple[jax.Array, jax.Array]:
-            row = jax.tree.map(jnp.subtract, row, origin)
+            row = difference(row)
             dots = jax.tree.map(lambda a, b: jnp.vdot(a, b, precision="highest"), row, of_i)
             return trees.squared_norm(row), jnp.sum(jnp.stack(jax.tree.leaves(dots)))
 

@@ -45,6 +45,7 @@ from fedjax_pfl.core.diagnostics import (
 )
 from fedjax_pfl.core.errors import UsageError, require_at_least
 from fedjax_pfl.core.examples import Batch, ClientData
+from fedjax_pfl.core.metrics import mask_logits
 from fedjax_pfl.networks.pretrained import require_random_start
 from fedjax_pfl.networks.zero_head import require_random_copies
 
@@ -73,8 +74,7 @@ class Mixture:
         outputs = jax.vmap(lambda component: self.network.apply(component, x))(
             variables["components"]
         )
-        if (classes := variables.get("classes")) is not None:
-            outputs = jnp.where(classes[None, None], outputs, -1e9)
+        outputs = mask_logits(outputs, variables.get("classes"))
         log_probabilities = jax.nn.log_softmax(outputs) + jnp.log(variables["pi"])[:, None, None]
         return jax.nn.logsumexp(log_probabilities, 0)
 

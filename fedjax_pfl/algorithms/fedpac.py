@@ -34,6 +34,7 @@ from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.model_training import model_trainer
 from fedjax_pfl.algorithms.shared.prototypes import (
     average_prototypes,
+    means_or_prototypes,
     no_prototypes,
     with_prototype_penalty,
 )
@@ -145,7 +146,7 @@ def fedpac(
         variables = trees.join(body, head)
         after = class_features(with_features, variables, data, classes)
         statistics = {
-            "prototypes": after.means,
+            "prototypes": means_or_prototypes(after, payload),
             "counts": after.counts.astype(jnp.int32),
             "h": h,
             "variance": variance,

@@ -33,6 +33,7 @@ from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.model_training import fit_variables
 from fedjax_pfl.algorithms.shared.prototypes import (
     average_prototypes,
+    means_or_prototypes,
     no_prototypes,
     with_prototype_penalty,
 )
@@ -133,7 +134,7 @@ def fedproto(
             statistics = class_features(with_features, variables, ctx.data, classes)
             return ClientResult(
                 upload={
-                    "prototypes": statistics.means,
+                    "prototypes": means_or_prototypes(statistics, payload),
                     "counts": statistics.counts.astype(jnp.int32),
                 },
                 variables=served(variables, payload),

@@ -4,9 +4,10 @@ Li et al., Federated Optimization in Heterogeneous Networks, 2020.
 
   w_k ← w_k − η (∇f(w_k; B) + μ (w_k − w)), with the downloaded w
 
-Deviations: clients do the same amount of work by default; in the paper slow clients do less. With
-`late=partial` they do here too, and the server then averages as FedNova does; the paper takes the
-plain mean. The penalty applies to parameters only. Clipping, if set, uses the norm of the whole
+Deviations: clients are sampled uniformly and weighted by their examples; the paper samples by
+numbers of examples and takes the plain mean. Clients do the same amount of work by default; in the
+paper slow clients do less. With `late=partial` they do here too, and the server then averages as
+FedNova does. The penalty applies to parameters only. Clipping, if set, uses the norm of the whole
 gradient.
 """
 

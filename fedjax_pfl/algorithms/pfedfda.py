@@ -13,9 +13,9 @@ examples of client i the share π_ic is of class c. The linear head h(μ, Σ, π
   φ ← Σ_i n_i φ_i / Σ_i n_i,   and μ and Σ in the same way from μ_i and Σ_i
 A client is served φ and the head h(μ_i, Σ_i, π_i), with β, μ̂ and Σ̂ for φ instead of φ_i.
 
-As in the authors' code, Σ starts as the identity and μ as uniform random numbers, shares of classes
-are at least 1e-4 before they are divided by their sum, and the head uses Σ with 1e-4 of it replaced
-by its mean variance.
+As in the authors' code, Σ starts as the identity and μ as uniform random numbers, 1e-4 is added to
+the shares of classes before they are divided by their sum, and the head uses Σ with 1e-4 of it
+replaced by its mean variance.
 
 Deviations: β is the best of 0, 0.1, ..., 1; the authors use L-BFGS. The folds are every second
 example of each class; theirs are random. Features are those of φ_i after training; the authors'
@@ -56,7 +56,7 @@ from fedjax_pfl.core.examples import ClientData
 
 _BETAS = tuple(i / 10 for i in range(11))
 _FEWEST = 3  # examples of a class for a mean of its own
-_SMALL = 1e-4  # least share of a class, and weight of the mean variance
+_SMALL = 1e-4  # is added to the share of a class; weight of the mean variance
 
 
 class Gaussians(NamedTuple):

@@ -98,7 +98,8 @@ def pfedgraph(
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         uploads = cohort.present(cohort.uploads)
         first = jax.tree.map(lambda leaf: leaf[None], state.server["first"])
-        updates = jax.tree.map(jnp.subtract, uploads["params"], first)
+        params_and_first = map(trees.at_least_float32, (uploads["params"], first))
+        updates = jax.tree.map(jnp.subtract, *params_and_first)
         flat = [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(updates)]
         dots = sum(jnp.matmul(leaf, leaf.T, precision="highest") for leaf in flat)
         norms = jnp.sqrt(jnp.diagonal(dots))

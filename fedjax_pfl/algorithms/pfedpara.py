@@ -12,11 +12,14 @@ W the variance of its fan-in. The mean is weighted by examples, as in FedAvg.
 
 from typing import Any
 
+import jax
+
+from fedjax_pfl.algorithms.shared.initial_state import model_shapes
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.split_model import partly_shared
-from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import Algorithm, Federation
-from fedjax_pfl.core.errors import require
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import Algorithm, Federation, State
+from fedjax_pfl.core.errors import UsageError, require
 from fedjax_pfl.networks.factorized import Hadamard
 from fedjax_pfl.networks.pretrained import require_random_start
 
@@ -45,7 +48,18 @@ def pfedpara(
     def is_personal(layer: str, leaf: str) -> bool:
         return layer in net.factorized and leaf in PERSONAL
 
-    return partly_shared(net, training, federation, is_personal)
+    base = partly_shared(net, training, federation, is_personal)
+
+    def init(key: jax.Array, start: State | None = None) -> State:
+        plain = model_shapes(model, federation)
+        if start is not None and trees.same_shapes(plain, start.server):
+            raise UsageError(
+                "a phase of pfedpara can only start from pfedpara with the same network and gamma: "
+                "kernels cannot be written as its factors"
+            )
+        return base.init(key, start)
+
+    return base._replace(init=init)
 
 
 PFEDPARA = Method(pfedpara, title="pFedPara", paper="Hyeon-Woo et al. 2022")

@@ -7,7 +7,8 @@ Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Lear
 
 With plain SGD the mean of g_i is the paper's option II, c_i − c + (x − y_i)/(Kη). It is also
 defined for other optimisers, rate schedules and numbers of steps. c is the mean of all c_i, also if
-clients drop out, but not if uploads are compressed: clients keep the exact c_i.
+clients drop out, but not if uploads are compressed: clients keep the exact c_i. Nor is it exactly
+the mean in bfloat16, where adding a change below 1/512 of c does nothing.
 
 Deviations: none with plain SGD. Momentum, decay and clipping, if set, act after the correction.
 Means are not weighted by examples, as in the paper. BatchNorm statistics are averaged and have no
@@ -85,19 +86,21 @@ def scaffold(
             """
             model_state, total, steps = carry
             (loss, model_state), grads = gradient(y, model_state, batch, key)
-            carry = model_state, jax.tree.map(jnp.add, total, grads), steps + 1
+            total = jax.tree.map(jnp.add, total, trees.at_least_float32(grads))
+            carry = model_state, total, steps + 1
             direction = jax.tree.map(
                 lambda g, c_i, c: g - c_i + c, grads, client.control, payload["control"]
             )
             return (loss, carry), direction
 
         x, model_state = local_training.split_variables(model_of(payload))
-        carry = model_state, jax.tree.map(jnp.zeros_like, x), jnp.zeros((), jnp.float32)
+        zeros = trees.at_least_float32(jax.tree.map(jnp.zeros_like, x))
+        carry = model_state, zeros, jnp.zeros((), jnp.float32)
         y, (model_state, total, steps), momentum, metrics = local_training.fit(
             training, corrected, x, carry, client.momentum, ctx
         )
         mean = jax.tree.map(lambda g: g / jnp.maximum(steps, 1.0).astype(g.dtype), total)
-        control = trees.where(steps > 0, mean, client.control)
+        control = trees.where(steps > 0, trees.with_dtypes(mean, x), client.control)
         variables = {"params": y, **model_state}
         control_change = jax.tree.map(jnp.subtract, control, client.control)
         return ClientResult(

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Cohort, PyTree, State
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Cohort, Federation, PyTree, State
 
 _PER_GROUP = ("send", "train", "personalize", "predict", "traffic", "kept_change")
 
@@ -90,10 +90,23 @@ def as_single_group(algorithm: Algorithm) -> Algorithm:
     return single._replace(init=init, receive=receive, observe=observe)
 
 
+def group_federation(federation: Federation, g: int) -> Federation:
+    """Returns the federation of a method that serves group `g` only.
+
+    Clients of other groups keep their ids and are not active, in earlier phases neither: no model
+    of them is stored.
+    """
+    in_group, earlier = federation.groups == g, federation.earlier
+    return federation._replace(
+        active=federation.active & in_group,
+        earlier=None if earlier is None else earlier & in_group,
+    )
+
+
 def by_group(algorithms: tuple[Algorithm, ...]) -> Algorithm:
     """Returns a grouped algorithm that runs one algorithm per group, without exchange.
 
-    Each is built for the whole federation, so a client has the same id in all of them.
+    Build the algorithm of group g for `group_federation(federation, g)`.
     """
 
     def group_state(state: State, g: int) -> State:

@@ -16,7 +16,7 @@ from fedjax_pfl import data, transforms
 from fedjax_pfl.core import local_training, optimizers
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.core.errors import UsageError, first_line
-from fedjax_pfl.core.groups import by_group
+from fedjax_pfl.core.groups import by_group, group_federation
 from fedjax_pfl.core.shape_check import check_shapes
 from fedjax_pfl.data.checks import describe_holder
 from fedjax_pfl.networks.pretrained import Pretrained
@@ -203,21 +203,13 @@ def _algorithm(inputs: PhaseInputs, conv: str, settings: Mapping[str, Any]) -> A
     training = transforms.selected_training(value_of, federation, make_training(inputs, value_of))
     models = tuple(make_network(inputs, group, conv) for group in inputs.group_configs)
 
-    def group_federation(g: int) -> Federation:
-        """Leaves out clients of other groups, in earlier phases too: no model of them is stored."""
-        in_group, earlier = federation.groups == g, federation.earlier
-        return federation._replace(
-            active=federation.active & in_group,
-            earlier=None if earlier is None else earlier & in_group,
-        )
-
     if len(models) == 1:
         algorithm = factory(models[0], training, federation, **method_settings)
     elif "models" in parameters:  # shares something between groups
         algorithm = factory(models, training, federation, **method_settings)
     else:
         members = (
-            factory(model, training, group_federation(g), **method_settings)
+            factory(model, training, group_federation(federation, g), **method_settings)
             for g, model in enumerate(models)
         )
         algorithm = by_group(tuple(members))

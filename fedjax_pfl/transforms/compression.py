@@ -15,7 +15,8 @@ to 2 bits is never added: it can be larger than the change, and would grow. A la
 traffic in a round, such as a block that the client does not hold, keeps its error. A later phase
 starts without errors.
 With FedALA a part of the error of the last layers, which depends on the learned weights, is in the
-next change too, and is added all the same.
+next change too, and is added all the same. With IFCA the error of a client that changes its cluster
+is added to the model of the new cluster.
 Variances of BatchNorm are not sent below 0: their compressed change is at least −(downloaded
 variance).
 """

@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy as np
 import pytest
 
 import fedjax_pfl as pfl
@@ -43,6 +44,24 @@ def test_factories(name):
         error = wrong(factory, tiny.Net(), TRAINING, federation, **{f"{setting}_": 1})
         assert f"did you mean {setting!r}?" in error
         assert error.endswith(", ".join(settings))
+        if inspect.signature(factory).parameters[setting].annotation in (int, int | None):
+            error = wrong(factory, tiny.Net(), TRAINING, federation, **{setting: 1.5})
+            assert error == f"{name}.{setting} is 1.5; it must be an integer"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_networks_must_be_as_many_as_groups_of_clients(name):
+    """A client whose group has no network would never train."""
+    factory, (_, federation) = getattr(pfl, name), tiny.federated()
+    networks = (tiny.Net(), tiny.Net())
+    error = wrong(factory, networks, TRAINING, federation)
+    if next(iter(inspect.signature(factory).parameters)) != "models":
+        assert error.startswith(f"{name} takes one network, got a tuple of 2; ")
+        return
+    assert error.startswith(f"{name} takes a network for each group of clients, got 2 for 1 group;")
+    three = federation._replace(groups=np.arange(federation.clients) % 3)
+    assert "got 2 for 3 groups" in wrong(factory, networks, TRAINING, three)
+    assert "got 0 for 1 group;" in wrong(factory, (), TRAINING, federation)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "pfedhn", "fedproto"])

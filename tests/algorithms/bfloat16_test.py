@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 import fedjax_pfl as pfl
+from fedjax_pfl.algorithms.fedem import Mixture
+from fedjax_pfl.algorithms.shared.class_features import class_features
 from fedjax_pfl.algorithms.shared.matching import cosines
 from fedjax_pfl.core import offload, trees
 from fedjax_pfl.simulation.rounds import round_functions
 from tests import cases, tiny
+from tests.algorithms import linear
 
 
 class Narrow(nn.Module):
@@ -48,6 +51,87 @@ def test_cosines_are_computed_in_float32():
     expected = exact @ exact.T
     assert expected.min() < 0.97
     np.testing.assert_allclose(cosines(rows), expected, rtol=1e-5)
+
+
+def test_statistics_of_classes_are_computed_in_float32():
+    """A sum in bfloat16 cannot count beyond 256."""
+    rng = np.random.default_rng(0)
+    x, y = rng.uniform(0.5, 1.5, (3000, 4)), rng.integers(0, 3, 3000)
+    data, _ = linear.federated([x], [y])
+    data = data._replace(y=jnp.asarray(y, jnp.int32))
+    statistics = class_features(Outputs(None), {}, linear.context(data).data, 3)
+    rounded = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
+    np.testing.assert_array_equal(statistics.counts, np.bincount(y))
+    expected = np.stack([rounded[y == c].mean(0) for c in range(3)])
+    np.testing.assert_allclose(statistics.means, expected, rtol=1e-5)
+    np.testing.assert_allclose(statistics.mean_square, (rounded**2).sum(1).mean(), rtol=1e-5)
+
+
+def test_probabilities_of_fedems_mixture_sum_to_1():
+    outputs = jnp.asarray(np.random.default_rng(0).normal(0, 3, (2, 8, 5)), jnp.bfloat16)
+    variables = {"components": outputs, "pi": jnp.array([0.25, 0.75])}
+    log_probabilities = Mixture(Outputs(lambda component: component)).apply(variables, None)
+    np.testing.assert_allclose(np.exp(log_probabilities).sum(-1), 1, rtol=1e-5)
+
+
+def test_fedamps_weights_are_computed_in_float32():
+    algorithm = make("fedamp")
+    rng = np.random.default_rng(0)
+    state = algorithm.init(jax.random.key(0))
+    rows = jax.tree.map(lambda r: jnp.asarray(rng.normal(1, 0.1, r.shape), r.dtype), state.rows)
+    xi, expected = (
+        algorithm.observe(state._replace(rows=tree))["xi"]
+        for tree in (rows, trees.at_least_float32(rows))
+    )
+    assert jax.tree.leaves(rows)[0].dtype == jnp.bfloat16
+    np.testing.assert_allclose(xi, expected, rtol=1e-5)
+
+
+def test_pfedgraphs_cosines_are_computed_in_float32():
+    """With a small α, the cosines of nearly equal updates decide about the weights."""
+    network, training = Narrow(), pfl.local_sgd(0.1, steps=1)
+    algorithm = pfl.pfedgraph(network, training, FEDERATION, alpha=0.01)
+    state = algorithm.init(jax.random.key(0))
+    rng = np.random.default_rng(0)
+    common = jax.tree.map(lambda r: rng.normal(0, 1, r.shape[1:]), state.rows)
+    uploads = jax.tree.map(
+        lambda r, c: jnp.asarray(c + rng.normal(0, 0.1, r.shape), r.dtype), state.rows, common
+    )
+    ids = range(FEDERATION.clients)
+
+    def mixed(state: Any, uploads: Any) -> Any:
+        parts = [trees.row(uploads, i) for i in ids]
+        new = linear.receive(algorithm, state, [5 for _ in ids], parts, [True for _ in ids])
+        return trees.at_least_float32(new.rows)
+
+    expected = mixed(trees.at_least_float32(state), trees.at_least_float32(uploads))
+    chex.assert_trees_all_close(mixed(state, uploads), expected, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.slow("two programs of local training")
+def test_scaffolds_control_does_not_depend_on_the_number_of_equal_steps():
+    """The step is so small that all gradients are equal; in bfloat16 their sum would stop."""
+
+    def control(steps: int) -> Any:
+        training = pfl.local_sgd(1e-30, steps=steps, batch_size=64)
+        with jax.numpy_dtype_promotion("standard"):
+            algorithm = pfl.scaffold(Narrow(), training, FEDERATION)
+            rounds = round_functions(algorithm, FEDERATION, cohort=FEDERATION.clients)
+            key, t = jax.random.key(0), jnp.int32(0)
+            state, _ = jax.jit(rounds.run)(key, rounds.init(key), DATA, t, t)
+        return trees.at_least_float32(state.server["control"])
+
+    chex.assert_trees_all_close(control(600), control(1), rtol=2**-6, atol=1e-4)
+
+
+class Outputs:
+    """A network whose outputs are a function of its variables, and whose features are x."""
+
+    def __init__(self, outputs: Any):
+        self.outputs = outputs
+
+    def apply(self, variables: Any, x: Any) -> Any:
+        return self.outputs(variables) if self.outputs else (None, x.astype(jnp.bfloat16))
 
 
 @pytest.mark.slow("traces a round of each method")

@@ -108,6 +108,7 @@ def test_fedrep_continues_fedper_without_its_momentum():
         ("ifca", "fedavg", "copies"),
         ("factorized_fl", "fedavg", "same settings"),
         ("pfedhn", "fedavg", "can only start from one of the same"),
+        ("pfedpara", "fedavg", "kernels cannot be written as its factors"),
     ],
 )
 def test_a_phase_cannot_start_from_other_states(name, start, message):

@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import flax.linen as nn
@@ -26,6 +27,7 @@ def checked_factory(factory: Callable[..., Algorithm]) -> Callable[..., Algorith
     """
 
     signature = inspect.signature(factory)
+    integers = {n for n, p in signature.parameters.items() if p.annotation in (int, int | None)}
 
     @functools.wraps(factory)
     def create(*arguments: Any, **keywords: Any) -> Algorithm:
@@ -41,14 +43,36 @@ def checked_factory(factory: Callable[..., Algorithm]) -> Callable[..., Algorith
                 f"{name} takes a Federation as its third argument, got "
                 f"{type(federation).__name__}; give data.federation, with data = partition(...)"
             )
-        networks = [
-            _network(name, network, federation)
-            for network in (model if isinstance(model, tuple) else (model,))
-        ]
-        bound.arguments[argument] = tuple(networks) if isinstance(model, tuple) else networks[0]
+        if isinstance(model, tuple):
+            _check_groups(name, len(model), argument, federation)
+            bound.arguments[argument] = tuple(_network(name, net, federation) for net in model)
+        else:
+            bound.arguments[argument] = _network(name, model, federation)
+        for setting in integers & bound.arguments.keys():
+            value = bound.arguments[setting]
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+                raise UsageError(f"{name}.{setting} is {value!r}; it must be an integer")
         return factory(*bound.args, **bound.kwargs)
 
     return check_arguments(create)
+
+
+def _check_groups(name: str, networks: int, argument: str, federation: Federation) -> None:
+    """Raises UsageError unless a method takes several networks and each group of clients has one.
+
+    `argument` is the name of its parameter for networks.
+    """
+    if argument != "models":
+        raise UsageError(
+            f"{name} takes one network, got a tuple of {networks}; give one, or set groups in "
+            "run(...) to train each group separately"
+        )
+    groups = int(federation.groups.max()) + 1
+    if networks != groups:
+        raise UsageError(
+            f"{name} takes a network for each group of clients, got {networks} for {groups} "
+            f"{'group' if groups == 1 else 'groups'}; give as many, or set groups in partition(...)"
+        )
 
 
 def _network(name: str, model: Any, federation: Federation) -> Any:

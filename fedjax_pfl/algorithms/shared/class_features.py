@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl.core import batches
+from fedjax_pfl.core import batches, offload
 from fedjax_pfl.core.algorithm import PyTree
 from fedjax_pfl.core.examples import Batch, ClientData, take
 from fedjax_pfl.networks import features
@@ -62,7 +62,10 @@ def example_features(
 
 
 class ClassFeatures(NamedTuple):
-    """Statistics of the d features z, the inputs of the head, of one client's training examples."""
+    """Statistics of the d features z, the inputs of the head, of one client's training examples.
+
+    They are at least float32, also for a network that computes in a narrower dtype.
+    """
 
     counts: jax.Array  # [C], number of examples of each class
     means: jax.Array  # [C, d], mean of z over a class; 0 if it has no example
@@ -82,7 +85,8 @@ def class_features(
     """
 
     def batch_sums(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
-        z = network.apply(variables, batch.x)[1]
+        # A narrow dtype, such as bfloat16, cannot count beyond 256.
+        z = offload.widened(network.apply(variables, batch.x)[1])
         one_hot = class_mask(batch, classes).astype(z.dtype)
         sums = jnp.einsum("bc,bd->cd", one_hot, z, precision="highest")
         squares = jnp.sum(jnp.where(batch.mask, jnp.sum(jnp.square(z), -1), 0.0))

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fedjax_pfl.algorithms.shared.class_features import ClassFeatures
 from fedjax_pfl.core.algorithm import PyTree
 from fedjax_pfl.core.task import Task
 
@@ -15,6 +16,20 @@ from fedjax_pfl.core.task import Task
 def no_prototypes(classes: int, d: int) -> PyTree:
     """Returns the server's prototypes before the first round."""
     return {"prototypes": jnp.zeros((classes, d)), "seen": jnp.zeros(classes, bool)}
+
+
+def means_or_prototypes(statistics: ClassFeatures, prototypes: PyTree) -> jax.Array:
+    """Returns the class means that a client uploads, [C, d], float32.
+
+    A class of which it has no example has its downloaded prototype, so that compression and limits
+    of an update see no change there; `average_prototypes` gives it the weight 0.
+
+    Args:
+      statistics: Those of the client's examples.
+      prototypes: A tree with the downloaded `prototypes` [C, d].
+    """
+    has_examples = statistics.counts[:, None] > 0
+    return jnp.where(has_examples, statistics.means, prototypes["prototypes"])
 
 
 def average_prototypes(old: PyTree, uploads: PyTree) -> PyTree:
