@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from fedjax_pfl import transforms
 from fedjax_pfl.core import jaxprs, trees
 from fedjax_pfl.core.algorithm import Federation, PyTree, State
 from fedjax_pfl.core.errors import UsageError
@@ -177,14 +176,6 @@ def build_method(
     phase_settings, groups = specified.phases[0].settings, specified.phases[0].groups
     task = make_task(specified.settings, registry, np.asarray(data.y), federation)
     federation = federation._replace(task=task)
-    if transforms.statements(phase_settings.get, federation):
-        raise UsageError(
-            "differential privacy is for simulations: all nodes know the seed of the noise; "
-            "leave it out"
-        )
-    is_attacker = transforms.select_attackers(phase_settings.get, federation)
-    if is_attacker.any():
-        raise UsageError("attackers exist in a simulation only; leave attack out")
     inputs = PhaseInputs(
         configs=[phase_settings],
         group_configs=groups,
@@ -194,7 +185,7 @@ def build_method(
         federation=federation,
         begin=0,
         mesh=None,
-        is_attacker=is_attacker,
+        is_attacker=np.zeros(federation.clients, bool),
         triggered=None,
     )
     plan = Plan(phase_settings.conv, 1)
@@ -235,12 +226,19 @@ def build_server(
     def size(tree: Any) -> int:
         return sum(map(trees.leaf_bytes, jax.tree.leaves(tree)))
 
-    client_bytes = max(size((group.payload, group.result.upload)) for group in programs.shapes)
-    needed = size(programs.shapes[0].state) + client_bytes * programs.cohort
+    # An evaluation asks all clients at the same time, a round those of its cohort.
+    round_bytes = max(size((group.payload, group.result.upload)) for group in programs.shapes)
+    evaluation_bytes = max(
+        size((group.served, group.payload if method.evaluate_after else ()))
+        for group in programs.shapes
+    )
+    messages = max(round_bytes * programs.cohort, evaluation_bytes * method.federation.clients)
+    needed = size(programs.shapes[0].state) + messages
     if shortage := forecast.shortage(forecast.Requirement(needed, 0, 0), forecast.capacity()):
         raise UsageError(
             f"the server needs {shortage} for the data that the nodes describe (the state, and the "
-            f"messages of {programs.cohort} clients in a round); use a smaller model, or check the "
+            f"messages of {programs.cohort} clients in a round and of "
+            f"{method.federation.clients} in an evaluation); use a smaller model, or check the "
             "JSON files that tell the nodes where their examples are"
         )
     return experiment, method, programs

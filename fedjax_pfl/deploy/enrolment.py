@@ -21,7 +21,7 @@ _MAX_RESPONSE_BYTES = 16_000_000
 
 
 def request(run: str, i: int, settings: Mapping[str, Any], start: int) -> bytes:
-    """Encodes the request that client `i` enrols in a run, which had `start` earlier starts.
+    """Encodes the request that client `i` enrols in a run; `start` is the number of its start.
 
     `settings` are those that affect training, see `assembly.node_settings`.
     """
@@ -153,7 +153,7 @@ def enrol(
 
     Args:
       run: Name of the run.
-      start: Number of earlier starts of the run.
+      start: Number of the server's start, larger than that of each earlier start.
       settings: Completed settings.
       node_settings: Settings that are sent to nodes.
       send_requests: Takes encoded requests by client id; yields pairs of client id and response.

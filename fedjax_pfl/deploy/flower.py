@@ -4,6 +4,7 @@ A node is registered with Flower under a name such as client-0, which contains i
 key is stored when it is first online; a node with the same name and another key is refused.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -19,10 +20,12 @@ from flwr.serverapp import Grid
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import run, schema
+from fedjax_pfl.deploy.exchange import Waiting
 from fedjax_pfl.deploy.lines import one_line
 from fedjax_pfl.deploy.node import refusal
-from fedjax_pfl.deploy.node_file import to_tuples
+from fedjax_pfl.deploy.node_file import DATA_SETTINGS, to_tuples
 from fedjax_pfl.deploy.storage import read_json, write_json
+from fedjax_pfl.settings import selection
 
 _PART = "message"
 NODE_PREFIX = "client-"  # registered name of a node, before its client id
@@ -73,7 +76,8 @@ def run_from_file(grid: Grid, path: str) -> None:
         raise UsageError(f"{problem}; choose another workdir or log in {path}") from None
 
     def log(line: str) -> None:
-        with open(log_path, "a", encoding="utf-8") as file:
+        # A full disk must not hide the outcome, which may fit.
+        with contextlib.suppress(OSError), open(log_path, "a", encoding="utf-8") as file:
             file.write(one_line(line) + "\n")
 
     def write_outcome(**fields: str) -> None:
@@ -81,8 +85,16 @@ def run_from_file(grid: Grid, path: str) -> None:
 
     try:
         config = to_tuples(spec["config"])
-        clients = run.assembly.complete(config)[0].clients
-        waiting = run.Waiting(**spec.get("waiting", {}))
+        settings, registry = run.assembly.complete(config)
+        if not spec.get("complete"):  # a complete configuration has settings of all components
+            if data_settings := sorted(set(config) & DATA_SETTINGS):
+                raise UsageError(
+                    f"{path}: {data_settings[0]} is a setting of data, which the nodes' files "
+                    "decide; leave it out"
+                )
+            selection.check_used(config, [settings], registry)
+        clients = settings.clients
+        waiting = Waiting(**spec.get("waiting", {}))
         exchange = FlowerExchange(grid, directory, clients, log)
         log(f"Waiting for the nodes of {exchange.count} clients")
         log(f"{exchange.wait(waiting.seconds)} of {exchange.count} are online")
@@ -106,7 +118,7 @@ class OnlineNode(NamedTuple):
 
 
 class FlowerExchange:
-    """Exchange over a Flower SuperLink, see `run.Exchange`.
+    """Exchange over a Flower SuperLink, see `exchange.Exchange`.
 
     Args:
       grid: Flower's connection to the nodes.
@@ -127,7 +139,7 @@ class FlowerExchange:
         return online
 
     def wait_for_return(self, clients: Iterable[int], seconds: float) -> None:
-        """Waits for one of the `clients` that are offline now, see `run.Exchange`."""
+        """Waits for one of the `clients` that are offline now, see `exchange.Exchange`."""
         deadline = time.monotonic() + seconds
         offline = set(clients) - set(self.nodes())
         while offline and not offline & set(self.nodes()) and time.monotonic() < deadline:
@@ -171,7 +183,7 @@ class FlowerExchange:
     def ask(
         self, requests: Mapping[int, bytes], seconds: float | None
     ) -> Iterator[tuple[int, bytes]]:
-        """Sends requests and yields responses, see `run.Exchange`.
+        """Sends requests and yields responses, see `exchange.Exchange`.
 
         A node that is offline at the start is skipped. A node that goes offline later gets its
         request again when it returns, because Flower loses messages when a process ends. The node

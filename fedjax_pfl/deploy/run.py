@@ -6,14 +6,15 @@ An `Exchange` carries the bytes between the server and the nodes.
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import assembly, enrolment, schema, server, storage
+from fedjax_pfl.deploy.exchange import Exchange, Waiting
 from fedjax_pfl.deploy.lines import one_line, to_stderr
 from fedjax_pfl.deploy.programs import Method
 from fedjax_pfl.deploy.schema import TRAIN, InvalidError
@@ -25,37 +26,11 @@ from fedjax_pfl.runs.run_state import SweepRun
 from fedjax_pfl.simulation import ledger, summaries
 from fedjax_pfl.simulation.records import Evaluation
 
-DEPLOYED_FILE = "deployed.json"  # name of the run, number of starts and federation
+DEPLOYED_FILE = "deployed.json"  # name of the run, number of its last start and federation
 WIRE_FILE = "wire.jsonl"  # absent and rejected clients, message bytes; one line per round
 # Only the nodes know which examples they have.
 _NODES_DATA = {"dataset": "data of the nodes", "partition": "per-node"}
 _LENGTH_IS_FIXED = "its nodes keep the settings that they enrolled with"
-
-
-class Exchange(Protocol):
-    """Connection between the server and the clients."""
-
-    def ask(
-        self, requests: Mapping[int, bytes], seconds: float | None
-    ) -> Iterator[tuple[int, bytes]]:
-        """Sends requests and yields pairs of client id and response as they arrive.
-
-        Stops when all clients have responded or after `seconds` (None: waits without a limit).
-        """
-
-    def wait_for_return(self, clients: Iterable[int], seconds: float) -> None:
-        """Waits up to `seconds` until one of the `clients` that are offline now is online.
-
-        Returns at once if all are online.
-        """
-
-
-class Waiting(NamedTuple):
-    """Limits on waiting for clients."""
-
-    seconds: float = 600.0  # time for the responses of a round, and for offline nodes to return
-    min_answers: int = 1  # accepted responses that a round needs; with fewer it is repeated
-    tries: int = 10  # repetitions of one round after which the run stops
 
 
 class RunResult(NamedTuple):
@@ -104,7 +79,7 @@ def run(
         start_record = _read_start_record(directory, saved=bool(store.steps()))
         federation = start_record.get("federation") or enrolment.enrol(
             start_record["run"],
-            start_record["starts"],
+            start_record["start"],
             settings,
             node_settings,
             lambda requests: exchange.ask(requests, waiting.seconds),
@@ -118,7 +93,7 @@ def run(
             method=method,
             server=Server(
                 run=start_record["run"],
-                start=start_record["starts"],
+                start=start_record["start"],
                 programs=programs,
                 request_facts={"settings": node_settings, "federation": federation},
             ),
@@ -144,11 +119,12 @@ def run(
 
 
 def _read_start_record(directory: Path, *, saved: bool) -> dict[str, Any]:
-    """Reads and updates the run's `deployed.json`: `run`, `starts` and perhaps `federation`.
+    """Reads and updates the run's `deployed.json`: `run`, `start` and perhaps `federation`.
 
-    A run gets a new name at each start until all nodes have enrolled, because nodes refuse a
-    changed enrolment under the same name. With `saved` the run has checkpoints, so all nodes must
-    have enrolled.
+    `start` rises with each start, because nodes refuse requests of an earlier one. It is the time
+    in seconds, so it rises also if the file is restored from a backup. A run gets a new name at
+    each start until all nodes have enrolled, because nodes refuse a changed enrolment under the
+    same name. With `saved` the run has checkpoints, so all nodes must have enrolled.
     """
     start_record = storage.read_json(directory / DEPLOYED_FILE, schema.DEPLOYED)
     if saved and "federation" not in start_record:
@@ -158,7 +134,7 @@ def _read_start_record(directory: Path, *, saved: bool) -> dict[str, Any]:
         )
     if "federation" not in start_record:
         start_record["run"] = secrets.token_hex(8)
-    start_record["starts"] = start_record.get("starts", -1) + 1
+    start_record["start"] = max(start_record.get("start", -1) + 1, int(time.time()))
     _write_start_record(directory, start_record)
     return start_record
 
@@ -187,6 +163,10 @@ class _Run(NamedTuple):
         self.truncate_wire_file(self.sweep_run.at.round)
         sweep_run, end, failed_attempts = self.sweep_run, self.experiment.phases[0].end, 0
         run_state.sync_files(sweep_run)
+        if sweep_run.at.round >= end:
+            self.log(f"This run was finished at round {end}; no node is asked")
+        elif sweep_run.resumed_at is not None:
+            self.log(f"The run is resumed at round {sweep_run.at.round}")
         while sweep_run.at.round < end:
             round_before, started = sweep_run.at.round, time.monotonic()
             server_state = self.run_round(server_state)
@@ -349,7 +329,12 @@ class _Run(NamedTuple):
         sweep_run = self.sweep_run
         observations = assembly.observe_server_state(self.method, server_state.state)
         line = run_state.record_evaluation(
-            self.experiment, sweep_run, scores, server_state.state, observations
+            self.experiment,
+            sweep_run,
+            scores,
+            server_state.state,
+            observations,
+            may_be_best=server.is_complete(self.method.federation, scores),
         )
         for remark in run_state.new_warnings(sweep_run):
             self.log(f"round {sweep_run.at.round}: {remark}")

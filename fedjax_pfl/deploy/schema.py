@@ -280,7 +280,7 @@ ENROLLED = fields(
     {"client": CLIENT, "settings": DIGEST, "examples": DIGEST}, {"federation": DIGEST}
 )
 # deployed.json of a run directory.
-DEPLOYED = fields({}, {"run": RUN, "starts": _START, "federation": FEDERATION})
+DEPLOYED = fields({}, {"run": RUN, "start": _START, "federation": FEDERATION})
 _PATH = text(r"(?s:[^\x00]){1,4096}")
 _WAITING = fields(
     {},
@@ -292,7 +292,8 @@ _WAITING = fields(
 )
 # The file of a run that the server's app is given.
 RUN_FILE = fields(
-    {"config": table(NAME, settings, 1000), "workdir": _PATH, "log": _PATH}, {"waiting": _WAITING}
+    {"config": table(NAME, settings, 1000), "workdir": _PATH, "log": _PATH},
+    {"waiting": _WAITING, "complete": FLAG},
 )
 KEYS = table(text("0|[1-9][0-9]{0,6}"), DIGEST, MAX_CLIENTS)
 OUTCOME = fields({}, {"directory": text(r"(?s:.){1,4096}"), "error": text(r"(?s:.){0,2000}")})

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import PyTree, State
+from fedjax_pfl.core.algorithm import Federation, PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.local_training import Scores
 from fedjax_pfl.core.task import Task
@@ -42,7 +42,7 @@ class Server(NamedTuple):
     """Constants of a running server."""
 
     run: str  # unique name of the run
-    start: int  # number of earlier starts of this run
+    start: int  # number of this start, larger than that of each earlier one
     programs: ServerPrograms  # compiled programs of the server
     request_facts: Mapping[str, Any]  # `settings` and `federation`, which every request contains
 
@@ -333,6 +333,18 @@ def stack_scores(server: Server, scores: Mapping[int, Evaluation]) -> Evaluation
     clients = server.programs.method.federation.clients
     zeros = _zeros(server.programs.shapes[0].scores)
     return _stack(scores.get(i, zeros) for i in range(clients))
+
+
+def is_complete(federation: Federation, scores: Evaluation) -> bool:
+    """Returns True if all active clients with validation examples have sent scores.
+
+    Means over other clients cannot be compared. `scores` are as from `stack_scores`.
+    """
+    counts = federation.validation_counts
+    if scores.validation is None or counts is None:
+        return True
+    is_missing = np.asarray(scores.validation.examples) == 0
+    return not np.any(federation.active & (np.asarray(counts) > 0) & is_missing)
 
 
 def _zeros(template: PyTree) -> PyTree:

@@ -22,6 +22,8 @@ from fedjax_pfl.deploy import assembly, guard, keys, node_file, schema, storage
 from fedjax_pfl.deploy.app import APP_FOLDER
 from fedjax_pfl.deploy.flower import NODE_PREFIX, outcome_path
 from fedjax_pfl.deploy.run import WIRE_FILE
+from fedjax_pfl.report import run_reader
+from fedjax_pfl.settings.general import settings_with
 
 # Delay before a restart. Flower refuses a killed SuperNode for a minute, and each attempt costs
 # seconds of CPU time.
@@ -45,7 +47,7 @@ def run(
       config: Settings as JSON data.
       workdir: Run directory; a run that was stopped there is resumed.
       folder: Folder for certificates, keys, logs, and the folders of the nodes.
-      waiting: Fields of `run.Waiting`.
+      waiting: Fields of `exchange.Waiting`.
       log: Called with each line of the run's log.
       data: Path of each node's JSON file; if empty, the nodes share the configuration's dataset.
     """
@@ -57,6 +59,7 @@ def run(
     except OSError as error:
         raise UsageError(f"{folder} cannot be used ({error.strerror}); choose --folder") from None
     with _locked(folder) as lock:
+        _check_data_of_finished_run(workdir, folder, files)
         authority, certificate, key = keys.ensure_certificates(folder)
         ports = free_ports(nodes + 1)
         home = _write_flower_home(folder, authority, ports[0])
@@ -66,7 +69,8 @@ def run(
         for old_file in [log_path, outcome_path(log_path), *folder.glob("superlink.db*")]:
             old_file.unlink(missing_ok=True)
         settings = folder / "settings.json"
-        spec = {"config": config, "workdir": str(workdir), "log": str(log_path), "waiting": waiting}
+        paths = {"workdir": str(workdir), "log": str(log_path)}
+        spec = {"config": config, "complete": True, "waiting": waiting, **paths}
         settings.write_text(json.dumps(spec))
         tls = ["--ssl-ca-certfile", authority, "--ssl-certfile", certificate]
         tls += ["--ssl-keyfile", key]
@@ -101,6 +105,28 @@ def run(
                 processes.command("flwr", "run", APP_FOLDER, "trial", "--run-config", run_config)
 
             _follow(log_path, workdir / WIRE_FILE, processes, submit, log)
+
+
+def _check_data_of_finished_run(
+    workdir: Path, folder: Path, files: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raises UsageError if `workdir` has a finished run of nodes with other data.
+
+    Nodes refuse other data themselves, but a finished run asks none. `files` has the contents of
+    the node files, `folder` those of the run.
+    """
+    if not (workdir / run_reader.REPORT).exists():
+        return
+    may_differ = settings_with("resumable")
+    for i, content in enumerate(files):
+        path = folder / f"node-{i}.json"
+        old = node_file.json_object(path) if path.exists() else content
+        new = json.loads(json.dumps(content))
+        if any(old.get(k) != new.get(k) for k in {*old, *new}.difference(may_differ)):
+            raise UsageError(
+                f"{workdir} holds a finished run in which client {i} had other data; choose "
+                "another --workdir"
+            )
 
 
 def _node_settings(i: int, config: Mapping[str, Any], data: Sequence[str]) -> dict[str, Any]:

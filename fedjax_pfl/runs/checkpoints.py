@@ -117,10 +117,15 @@ class Store(NamedTuple):
             actual = _sums(folder).encode()
         except OSError as error:
             raise DamagedError(f"a file cannot be read ({error.strerror})") from error
-        if actual != expected:
-            difference = set(expected.splitlines()) ^ set(actual.splitlines())
-            names = sorted(line[66:].decode(errors="replace") for line in difference)
-            raise DamagedError(f"{names[0] if names else SUMS} is not what was written")
+        written, found = set(expected.splitlines()), set(actual.splitlines())
+        changed = sorted(
+            line[66:].decode(errors="replace")
+            for line in written ^ found
+            # File managers and network file systems leave hidden files, which do no harm.
+            if line in written or not Path(os.fsdecode(line[66:])).name.startswith(".")
+        )
+        if changed or (written == found and actual != expected):
+            raise DamagedError(f"{changed[0] if changed else SUMS} is not what was written")
 
     def facts(self, step: int) -> dict[str, Any]:
         """Returns the facts of a checkpoint, as plain data.

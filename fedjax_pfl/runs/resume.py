@@ -82,7 +82,13 @@ def to_facts(at: Position) -> dict[str, Any]:
 
 
 def _position(facts: Mapping[str, Any]) -> Position:
-    return Position(**facts)._replace(ledger=ledger.from_json(facts["ledger"]))
+    """Returns the position of `to_facts`; DamagedError if another version has written it."""
+    try:
+        return Position(**facts)._replace(ledger=ledger.from_json(facts["ledger"]))
+    except (KeyError, TypeError) as error:
+        raise checkpoints.DamagedError(
+            "its facts are not those that this version of fedjax_pfl writes"
+        ) from error
 
 
 def group_by_checkpoint(steps: Sequence[Set[int]]) -> list[list[int]]:

@@ -136,19 +136,22 @@ def record_evaluation(
     state: State,
     observed: Mapping[str, np.ndarray],
     triggered: Evaluation | None = None,
+    *,
+    may_be_best: bool = True,
 ) -> dict[str, Any]:
     """Sets `at` and, if the validation score is the phase's best so far, `best` of the run.
 
     `scores` and `state` are those of the evaluation; `observed` are arrays that the method exposes
-    of the state. `triggered` are scores on test examples with the trigger of a backdoor. Returns
-    the line for metrics.jsonl, which is not written yet.
+    of the state. `triggered` are scores on test examples with the trigger of a backdoor. With
+    `may_be_best` False the round is not the best, whatever its score. Returns the line for
+    metrics.jsonl, which is not written yet.
     """
     at, task = sweep_run.at, experiment.federation.task
     inputs = experiment.phases[at.phase].inputs
     honest = experiment.phases[at.phase].federation.active & ~inputs.is_attacker
     before = summaries.summary(scores.before, honest, task)
     validation = summaries.summary(scores.validation, honest, task)
-    is_best = _is_best(task.metrics[0], validation, at.best_score)
+    is_best = may_be_best and _is_best(task.metrics[0], validation, at.best_score)
     if is_best and validation:
         score = validation[f"{task.metrics[0].name}_mean"]
         at = at._replace(best_round=at.round, best_score=score)

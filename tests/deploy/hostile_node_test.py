@@ -109,11 +109,11 @@ def test_only_a_valid_description_is_stored(tmp_path):
     with pytest.raises(UsageError, match="have not enrolled"):
         nodes.run(ONE_ROUND, tmp_path / "run", tries=1)
     first = storage.read_json(tmp_path / "run" / run.DEPLOYED_FILE, schema.DEPLOYED)
-    assert set(first) == {"run", "starts"}
+    assert set(first) == {"run", "start"}
     nodes = Nodes(tmp_path, 3)
     with pytest.raises(UsageError, match="auroc"):
         nodes.run({**ONE_ROUND, "metrics": "auroc"}, tmp_path / "no", tries=1)
-    assert set(json.loads((tmp_path / "no" / run.DEPLOYED_FILE).read_text())) == {"run", "starts"}
+    assert set(json.loads((tmp_path / "no" / run.DEPLOYED_FILE).read_text())) == {"run", "start"}
     assert len(nodes.run(ONE_ROUND, tmp_path / "run", tries=1).clients) == 3
     start_record = storage.read_json(tmp_path / "run" / run.DEPLOYED_FILE, schema.DEPLOYED)
     assert start_record["run"] != first["run"]
@@ -323,7 +323,7 @@ def test_uploads_that_make_the_state_not_finite_are_rejected(loop, monkeypatch):
 def test_a_stored_description_is_checked_when_it_is_read(tmp_path):
     bad = replace_at(enrol_all(Nodes(tmp_path, 3), tmp_path), "counts.1.train", -13)
     (tmp_path / "run").mkdir()
-    content = json.dumps({"run": RUN, "starts": 0, "federation": bad})
+    content = json.dumps({"run": RUN, "start": 0, "federation": bad})
     (tmp_path / "run" / run.DEPLOYED_FILE).write_text(content)
     with pytest.raises(UsageError, match=r"deployed\.json cannot be read"):
         run._read_start_record(tmp_path / "run", saved=False)

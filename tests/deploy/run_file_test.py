@@ -11,13 +11,15 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import schema, storage
 from tests.commands import message
 from tests.deploy.flower_test import Grid
-from tests.deploy.run_test import CONFIG
+from tests.deploy.run_test import CONFIG as RUN_CONFIG
 
 pytest.importorskip(
     "flwr", reason="Flower is not installed; pip install -e '.[dev]' brings it, as CI does"
 )
 
 from fedjax_pfl.deploy import flower, trial
+
+CONFIG = {k: v for k, v in RUN_CONFIG.items() if k not in flower.DATA_SETTINGS}
 
 
 @pytest.mark.parametrize(
@@ -30,6 +32,8 @@ from fedjax_pfl.deploy import flower, trial
         ({"log": None}, "log must be text"),
         ({"config": {"clients": "3"}}, "clients is '3'"),
         ({"config": []}, "config must be an object"),
+        ({"config": CONFIG | {"pfedla": {"rate": 9.0}}}, "pfedla.rate counts with algorithm=pfed"),
+        ({"config": CONFIG | {"validation_fraction": 0.2}}, "validation_fraction is a setting of"),
     ],
 )
 def test_errors_in_a_runs_file(changes, line, tmp_path):

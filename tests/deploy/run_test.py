@@ -1,6 +1,7 @@
 """Runs over nodes in one process: run directory, models, and resuming after a crash."""
 
 import json
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -9,9 +10,11 @@ import pytest
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import federate, load
-from fedjax_pfl.deploy import node, node_file, run, schema, wire
+from fedjax_pfl.deploy import node, node_file, run, schema, server, wire
+from fedjax_pfl.deploy.exchange import Waiting
 from fedjax_pfl.report import loggers, page, run_reader
 from fedjax_pfl.runs import export, runner
+from fedjax_pfl.simulation import forecast
 from tests.commands import message
 from tests.runs.common import BASE, read_metrics
 
@@ -65,7 +68,7 @@ class Nodes:
 
     def run(self, config, folder, **waiting):
         """Runs a server in `folder` that exchanges messages with these nodes."""
-        return run.run(config, folder, self, run.Waiting(**waiting), self.log_lines.append)
+        return run.run(config, folder, self, Waiting(**waiting), self.log_lines.append)
 
 
 def without_times(metrics):
@@ -97,8 +100,10 @@ def test_a_killed_run_resumes_and_equals_the_simulation(tmp_path, monkeypatch):
         nodes.run({**CONFIG, "log_to": "tensorboard"}, tmp_path / "real")
     assert [line if line == "closed" else line["round"] for line in logged] == [1, 2, "closed"]
     assert len(read_metrics(tmp_path / "real")) == 2
-    result = Nodes(tmp_path, 3).run(CONFIG, tmp_path / "real")
+    nodes = Nodes(tmp_path, 3)
+    result = nodes.run(CONFIG, tmp_path / "real")
     assert result.resumed_at == 2
+    assert nodes.log_lines[0] == "The run is resumed at round 2"
     assert_close(result.metrics, simulated.metrics)
     assert_close(read_metrics(tmp_path / "real"), simulated.metrics)
     chex.assert_trees_all_close(result.clients, simulated.clients, rtol=1e-6, atol=1e-6)
@@ -116,8 +121,9 @@ def test_a_killed_run_resumes_and_equals_the_simulation(tmp_path, monkeypatch):
         assert model.apply(variables, x).shape == (2, 3)
     lines = (tmp_path / "real" / run.WIRE_FILE).read_text().splitlines()
     assert len(lines) == 3
-    repeated = Nodes(tmp_path, 3, until=0).run(CONFIG, tmp_path / "real")
-    assert repeated.metrics == result.metrics
+    nodes = Nodes(tmp_path, 3, until=0)
+    assert nodes.run(CONFIG, tmp_path / "real").metrics == result.metrics
+    assert nodes.log_lines == ["This run was finished at round 3; no node is asked"]
     assert "deployed" in message(runner.run, CONFIG, tmp_path / "real")
     assert "deployed" in message(export.load_result, tmp_path / "real")
 
@@ -142,6 +148,52 @@ def test_a_run_without_evaluation_responses_writes_a_report(since, tmp_path):
     assert done.metrics[-1]["before"] is None
     assert (tmp_path / "run" / "report.html").is_file()
     page.table(run_reader.read(tmp_path / "run").metrics)
+
+
+class OneSilent(Silent):
+    """Nodes of which client 0 refuses evaluations from round `since` on."""
+
+    def respond(self, i, content):
+        return super().respond(i, content) if i == 0 else Nodes.respond(self, i, content)
+
+
+def test_a_round_whose_evaluation_lacks_a_client_is_not_the_best(tmp_path, monkeypatch):
+    """The server needs memory for messages of all clients, although a round has one."""
+    requirements = []
+    monkeypatch.setattr(
+        forecast, "shortage", lambda needed, capacity: requirements.append(needed.device) or ""
+    )
+    nodes = OneSilent(tmp_path, 3)
+    nodes.since = 2
+    config = {**CONFIG, "rounds": 2, "learning_rate": 1e-9, "clients_per_round": 1}
+    done = nodes.run(config, tmp_path / "run")
+    assert [line["validation"]["clients"] for line in done.metrics] == [3, 2]
+    assert [line["best_round"] for line in done.metrics] == [1, 1]
+    assert requirements[0] > 3 * done.ledger.total_down / 2
+
+
+@pytest.mark.parametrize("since", [1, 2])
+def test_only_complete_validation_scores_count(since):
+    federation = SimpleNamespace(
+        validation_counts=np.array([3, 2, 0, 4]), active=np.array([True, True, True, False])
+    )
+    examples = np.array([3, 2 * (since > 1), 0, 0])
+    scores = SimpleNamespace(validation=SimpleNamespace(examples=examples))
+    assert server.is_complete(federation, scores) == (since > 1)
+    assert server.is_complete(federation, SimpleNamespace(validation=None))
+
+
+def test_a_start_record_from_a_backup_has_a_later_start(tmp_path, monkeypatch):
+    """Nodes refuse requests of an earlier start than their last one."""
+    path, seconds = tmp_path / run.DEPLOYED_FILE, iter([1000.5, 1000.7, 1020.0])
+    monkeypatch.setattr(run.time, "time", lambda: next(seconds))
+    (tmp_path / "config.json").touch()
+    first = run._read_start_record(tmp_path, saved=False)["start"]
+    backup = path.read_text()
+    second = run._read_start_record(tmp_path, saved=False)["start"]
+    path.write_text(backup)
+    third = run._read_start_record(tmp_path, saved=False)["start"]
+    assert [first, second, third] == [1000, 1001, 1020]
 
 
 @pytest.mark.slow("three nodes with programs of their own")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from absl import flags
 
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import guard, run, schema
 from fedjax_pfl.presets import pfedla
 from fedjax_pfl.runs import export, runner
@@ -122,6 +123,24 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:the load_module")  # of configuration files
+def test_a_finished_run_of_other_data_is_refused(tmp_path):
+    """It asks no node, so no node can refuse."""
+    (tmp_path / "node-0.json").write_text(json.dumps({"client": 0, "dataset": "digits"}))
+    for content, is_refused in (
+        ({"client": 0, "dataset": "digits", "data_dir": "/elsewhere"}, False),
+        ({"client": 0, "dataset": "wine"}, True),
+    ):
+        trial._check_data_of_finished_run(tmp_path / "run", tmp_path, [content])
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / "report.html").touch()
+        with pytest.raises(UsageError) if is_refused else contextlib.nullcontext() as error:
+            trial._check_data_of_finished_run(tmp_path / "run", tmp_path, [content])
+        (tmp_path / "run" / "report.html").unlink()
+    assert "holds a finished run in which client 0 had other data; choose another" in str(
+        error.value
+    )
+
+
 def test_a_limit_that_the_server_would_refuse_is_refused_at_once():
     """The server's app ended without an outcome, and was started again for minutes."""
     with pytest.raises(flags.IllegalFlagValueError):
@@ -132,11 +151,14 @@ def test_a_limit_that_the_server_would_refuse_is_refused_at_once():
 def test_an_interrupted_trial_resumes_and_equals_the_simulation(tmp_path):
     config = pfedla.get_config("digits")
     config.update(CHANGES)
-    simulated = runner.run(config, tmp_path / "simulated")
+    simulated, starts = runner.run(config, tmp_path / "simulated"), []
     for after, number in enumerate((signal.SIGTERM, signal.SIGKILL, signal.SIGINT), start=1):
         output = interrupt_trial(tmp_path, number, after)
         assert "Traceback" not in output
         assert ("give the same command again" in output) == (number != signal.SIGKILL)
+        starts.append(
+            run.storage.read_json(tmp_path / "real" / run.DEPLOYED_FILE, schema.DEPLOYED)["start"]
+        )
     last = command(tmp_path)
     output = last.communicate(timeout=LIMIT)[0]
     assert last.returncode == 0, output
@@ -149,8 +171,7 @@ def test_an_interrupted_trial_resumes_and_equals_the_simulation(tmp_path):
     assert sum(line["ledger_up"] for line in lines) == simulated.ledger.total_up
     keys = run.storage.read_json(tmp_path / "real.keys.json", schema.KEYS)
     assert len(set(keys.values())) == NODES
-    start_record = run.storage.read_json(tmp_path / "real" / run.DEPLOYED_FILE, schema.DEPLOYED)
-    assert start_record["starts"] == 3
+    assert starts == sorted(set(starts))
     traffic = [(tmp_path / name / "traffic.json").read_text() for name in ("real", "simulated")]
     assert traffic[0] == traffic[1]
     for i in range(NODES):

@@ -86,7 +86,9 @@ def test_a_changed_bit_or_byte_of_any_file_is_damage(tmp_path):
                 store.check(1)
             assert path.name == checkpoints.SUMS or path.name in str(caught.value)
         path.write_bytes(content)
+    (tmp_path / "saved" / "1" / ".DS_Store").touch()  # by a file manager
     store.check(1)
+    assert_same_bits(store.restore(1, trees)["state"], trees["state"])
     (tmp_path / "saved" / "1" / checkpoints.SUMS).unlink()  # a kill before the last file
     store.check(1)
 
@@ -122,3 +124,11 @@ def test_a_mismatched_leaf_is_named(tmp_path):
         assert str(error.value) == f"state['w'] is float32[6] there and {text} in this run"
     with pytest.raises(checkpoints.DamagedError, match="other parts"):
         store.restore(1, {"state": {"w": tree["w"]}})
+
+
+def test_facts_of_another_version_are_damage():
+    facts = resume.to_facts(run_state.Position())
+    assert resume._position(facts) == run_state.Position()
+    for other in (facts | {"new": 1}, {k: v for k, v in facts.items() if k != "ledger"}):
+        with pytest.raises(checkpoints.DamagedError, match="that this version"):
+            resume._position(other)
