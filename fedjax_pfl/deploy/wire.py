@@ -33,9 +33,7 @@ DTYPES = (
 class Message(NamedTuple):
     """A decoded message. `read_tree` turns its arrays into trees."""
 
-    envelope: dict[
-        str, Any
-    ]  # JSON data that may differ in a repetition: number of the server's start
+    envelope: dict[str, Any]  # JSON data that may differ in a repetition: the server's start
     facts: dict[str, Any]  # JSON data, such as the message's kind and round
     arrays: dict[str, np.ndarray]  # by group and path, such as upload/params/fc1/kernel
     digest: str  # SHA-256 of the message without the envelope
