@@ -84,6 +84,10 @@ def parse(content: Any, path: str) -> NodeFile:
         extra := sorted(set(data_settings) & _PARTITION_SETTINGS)
     ):
         raise UsageError(f"{path} has {extra[0]}, which needs clients, the number of clients")
+    if ":" not in str(data_settings["dataset"]) and (
+        unused := [name for name in ("labels", "words") if name in content]
+    ):
+        raise UsageError(f"{path} has {unused[0]}, which only a file of the node needs; remove it")
     if "clients" in data_settings and "client" not in content:
         raise UsageError(f"{path} has clients but no client; add the client id of the node")
     used_groups = {

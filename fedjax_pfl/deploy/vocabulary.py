@@ -43,9 +43,14 @@ def apply_vocabulary(
 def _number_labels(dataset: Dataset, labels: Vocabulary | None) -> Dataset:
     """Renumbers the classes of a dataset. For `labels` see `apply_vocabulary`.
 
-    Raises UsageError if a dataset with classes has no list of them.
+    Raises UsageError if a dataset with classes has no list of them, or one without classes has.
     """
     if dataset.y_train.dtype.kind != "i":  # numeric targets or binary labels
+        if labels is not None:
+            raise UsageError(
+                f"{dataset.name} has no classes, and this node's file has labels; remove them, or "
+                "set label_kind=class for numbers that are classes"
+            )
         return dataset
     class_names = (dataset.metadata or {}).get("classes")
     if labels is None:

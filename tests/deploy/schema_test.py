@@ -170,6 +170,8 @@ def test_an_envelope_out_of_bounds(envelope):
         ({"dataset": "csv:x", "labels": 0}, "labels"),
         ({"dataset": "csv:x", "labels": ["a\nb"]}, "labels"),
         ({"dataset": "csv:x", "labels": ["a", "a"]}, "a word of labels twice"),
+        ({"dataset": "digits", "labels": 10}, "has labels, which only a file of the node needs"),
+        ({"dataset": "digits", "words": {"a": 2}}, "has words, which only a file of the node"),
         ({"dataset": "csv:x", "words": {"city": []}}, "words"),
         ({"dataset": "csv:x", "words": {"city": ["a", "a"]}}, "a word of city twice"),
         ({"dataset": "csv:x", "least_rows": 0}, "least_rows"),

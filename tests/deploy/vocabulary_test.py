@@ -78,6 +78,13 @@ def test_unlisted_words_are_an_error(labels, categories, line, tmp_path):
     assert line in message(apply, load(tmp_path), labels, categories)
 
 
+def test_labels_of_a_dataset_without_classes_are_refused(tmp_path):
+    prices = load(tmp_path, "age,price\n1,7.5\n2,3.1\n", label="price", label_kind="number")
+    assert apply(prices, None, {}).y_train.ravel().tolist() == [7.5, np.float32(3.1)]
+    line = message(apply, prices, ["no", "yes"], {})
+    assert "has no classes, and this node's file has labels; remove them, or set label_k" in line
+
+
 def test_a_file_of_text_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("abcabcabc" * 20)
     dataset = data.load(f"text:{tmp_path / 'a.txt'}", owner="file")
