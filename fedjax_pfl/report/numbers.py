@@ -6,18 +6,12 @@ from typing import Any
 
 from fedjax_pfl.core.metrics import ACCURACY, METRICS, Metric
 from fedjax_pfl.report.run_reader import Record
+from fedjax_pfl.simulation import forecast
 
 
 def format_bytes(n: float | None) -> str:
-    """Returns a number of bytes such as "1.23 MB"; 1 kB is 1,000 bytes, None and NaN are "–"."""
-    if n is None or not math.isfinite(n):
-        return "–"
-    value = float(n)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(value) < 999.5:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:,.3f}".rstrip("0").rstrip(".") + " PB"
+    """Returns a recorded number of bytes such as "1.23 MB"; None and NaN are "–"."""
+    return "–" if n is None or not math.isfinite(n) else forecast.format_bytes(n)
 
 
 def number(value: Any) -> float:

@@ -56,12 +56,13 @@ class Capacity(NamedTuple):
 
 
 def format_bytes(count: float) -> str:
-    """Formats a number of bytes with three digits and a decimal unit, such as 1.23 GB."""
-    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
-        if count < 999.5 or unit == "PB":
-            break
-        count /= 1000
-    return f"{count:.3g} {unit}" if count < 999.5 else f"{count:.0f} {unit}"
+    """Formats a number of bytes with a decimal unit, such as "1.23 MB"; 1 kB is 1,000 bytes."""
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(value) < 999.5:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:,.3f}".rstrip("0").rstrip(".") + " PB"
 
 
 def required(sizes: PhaseSizes, store: str) -> Requirement:

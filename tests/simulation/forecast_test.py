@@ -141,7 +141,7 @@ def test_build_chooses_the_store_by_the_memory_of_the_machine(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(850, "850 B"), (484_728, "485 kB"), (999_600, "1 MB"), (2e18, "2000 PB")]
+    ("count", "text"), [(850, "850 B"), (484_728, "485 kB"), (999_600, "1 MB"), (2e18, "2,000 PB")]
 )
 def test_format_bytes(count, text):
     assert forecast.format_bytes(count) == text
