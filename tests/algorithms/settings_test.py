@@ -232,8 +232,10 @@ OWN_HEADS = ("factorized_fl", "fedbabu", "fedmn", "fedmn_correlation", "pefll", 
     ],
 )
 def test_invalid_networks(name: str, network: Any, message: str):
+    groups = len(network) if isinstance(network, tuple) else 1
+    federation = FEDERATION._replace(groups=np.arange(FEDERATION.clients) % groups)
     with pytest.raises(UsageError, match=message):
-        make(name, network)
+        make(name, network, federation)
 
 
 def test_clusters_with_equal_last_layers_are_refused():

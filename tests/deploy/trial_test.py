@@ -122,7 +122,6 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     assert line == f"{tmp_path / 'file'} cannot be used (File exists); choose --folder"
 
 
-@pytest.mark.filterwarnings("ignore:the load_module")  # of configuration files
 def test_a_finished_run_of_other_data_is_refused(tmp_path):
     """It asks no node, so no node can refuse."""
     (tmp_path / "node-0.json").write_text(json.dumps({"client": 0, "dataset": "digits"}))
@@ -141,6 +140,7 @@ def test_a_finished_run_of_other_data_is_refused(tmp_path):
     )
 
 
+@pytest.mark.filterwarnings("ignore:the load_module")  # of configuration files
 def test_a_limit_that_the_server_would_refuse_is_refused_at_once():
     """The server's app ended without an outcome, and was started again for minutes."""
     with pytest.raises(flags.IllegalFlagValueError):
