@@ -125,7 +125,7 @@ def _check_data_of_finished_run(
         if any(old.get(k) != new.get(k) for k in {*old, *new}.difference(may_differ)):
             raise UsageError(
                 f"{workdir} holds a finished run in which client {i} had other data; choose "
-                "another --workdir"
+                "another workdir"
             )
 
 
