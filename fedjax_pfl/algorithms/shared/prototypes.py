@@ -21,8 +21,8 @@ def no_prototypes(classes: int, d: int) -> PyTree:
 def means_or_prototypes(statistics: ClassFeatures, prototypes: PyTree) -> jax.Array:
     """Returns the class means that a client uploads, [C, d], float32.
 
-    A class of which it has no example has its downloaded prototype, so that compression and limits
-    of an update see no change there; `average_prototypes` gives it the weight 0.
+    For a class without examples it is the downloaded prototype, so compression and the limit of an
+    update see no change there. `average_prototypes` gives it the weight 0.
 
     Args:
       statistics: Those of the client's examples.
