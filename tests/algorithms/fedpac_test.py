@@ -55,6 +55,7 @@ def test_local_training_by_hand():
     z = X @ a
     np.testing.assert_allclose(result.upload["prototypes"][0], z[Y == 0].mean(0), rtol=1e-5)
     np.testing.assert_allclose(result.upload["prototypes"][2], z[Y == 2].mean(0), rtol=1e-5)
+    np.testing.assert_allclose(result.upload["prototypes"][1], PROTOTYPES[1])  # no change there
     np.testing.assert_array_equal(result.upload["counts"], [3, 0, 1])
     chex.assert_trees_all_equal({"params": result.upload["params"]}, result.variables)
 
