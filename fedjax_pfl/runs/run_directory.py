@@ -29,6 +29,8 @@ try:
 except ImportError:  # Windows, where no directory can be opened either
     fcntl = None  # type: ignore[assignment]
 
+# Files beside config.json that a run writes before its first evaluation.
+_FIRST_FILES = (run_reader.EXAMPLES, "plan.json", run_reader.PROVENANCE, run_reader.METRICS)
 Observations = dict[str, tuple[list[int], list[np.ndarray]]]  # by name: rounds and arrays
 
 
@@ -38,8 +40,8 @@ def claim(
 ) -> Iterator[Path]:
     """Locks a run directory while the context lasts, and creates it if it does not exist.
 
-    Raises UsageError if it belongs to a run with another configuration than `config` or cannot be
-    used. `fixed_length_reason` returns why more rounds would change the finished ones, or "".
+    Raises UsageError if it has results of another configuration than `config` or cannot be used.
+    `fixed_length_reason` returns why more rounds would change the finished ones, or "".
     """
     if "\0" in str(directory):
         raise UsageError(f"{str(directory)!r} cannot name a directory; choose another")
@@ -134,11 +136,17 @@ def _write_or_check_config(
 ) -> None:
     """Writes config.json, or raises UsageError if the existing one is of a run with other results.
 
-    Arguments are as for `claim`. The config.json of a shorter run stays; see `lengthen`.
+    Arguments are as for `claim`. The config.json of a shorter run stays; see `lengthen`. A run
+    that has computed nothing yet makes way for any other.
     """
     config_file = directory / "config.json"
     if config_file.exists():
         saved = run_reader.read_config(directory)
+        if not has_results(directory):
+            for name in _FIRST_FILES:
+                (directory / name).unlink(missing_ok=True)
+            write_json(config_file, config)
+            return
         if problem := obstacle(saved, config, fixed_length_reason):
             raise UsageError(
                 f"{directory} holds a run with other settings: {problem}; choose another workdir"
@@ -150,6 +158,17 @@ def _write_or_check_config(
     if {p.name for p in directory.iterdir()} - {_temporary(config_file).name}:
         raise UsageError(f"{directory} is not empty and holds no run; choose another workdir")
     write_json(config_file, config)
+
+
+def has_results(directory: Path) -> bool:
+    """Returns whether a run directory has more than a run writes before its first evaluation."""
+    names = {path.name for path in directory.iterdir()}
+    metrics = directory / run_reader.METRICS
+    return bool(
+        names - {"config.json", "checkpoints", *_FIRST_FILES}
+        or any(directory.glob("checkpoints/*"))
+        or (metrics.exists() and metrics.stat().st_size)
+    )
 
 
 def lengthen(directory: Path, config: Mapping[str, Any]) -> None:
@@ -322,9 +341,11 @@ def write_plans(directory: Path, plans: Sequence[Plan]) -> None:
 def read_plans(directory: Path) -> list[Plan] | None:
     """Returns the execution plan of each phase in plan.json, or None.
 
-    Plans that were made on another kind of machine do not count.
+    Plans of a run without results, or made on another kind of machine, do not count.
     """
     try:
+        if not has_results(directory):
+            return None
         content = json.loads((directory / "plan.json").read_text())
         if content["machine"] != machine():
             return None

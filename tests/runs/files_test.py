@@ -35,6 +35,28 @@ def replace(tmp_path, old, new):
     path.write_text(path.read_text().replace(old, new))
 
 
+def test_a_run_without_results_makes_way_for_another(tmp_path):
+    def begin(seed):
+        with run_directory.claim(tmp_path, {"seed": seed, "rounds": 1}):
+            return json.loads((tmp_path / "config.json").read_text())["seed"]
+
+    first_files = ("provenance.json", "plan.json", "data.json", "metrics.jsonl")
+    begin(0)
+    (tmp_path / "checkpoints").mkdir()
+    for seed in (0, 1):
+        for name in first_files:
+            (tmp_path / name).touch()
+        assert begin(seed) == seed
+        assert {p.name for p in tmp_path.iterdir()} == {"config.json", "checkpoints"}
+
+    for result in ("checkpoints/2", "alpha.npz", "metrics.jsonl"):
+        (tmp_path / result).write_text("x")
+        assert "holds a run with other settings: seed (1 there, 0 here)" in message(begin, 0)
+        assert (tmp_path / result).read_text() == "x"
+        (tmp_path / result).unlink()
+    assert begin(0) == 0
+
+
 def test_a_file_name_selects_the_settings_of_its_source(tmp_path):
     config = configuration.complete(table(tmp_path))
     assert configuration.resolve(config)["csv"]["owner"] == "who"

@@ -24,6 +24,7 @@ from tests.runs.common import (
     assert_same_run,
     at_call,
     contents,
+    kill,
     other_lines,
     refusal,
     undisturbed,
@@ -38,6 +39,13 @@ def test_a_directory_of_another_run_is_refused_with_the_differences(copied):
     assert "mlp.hidden ([4] there, [4, 2] here)" in line
     assert "rounds" not in line
     assert "choose another workdir" in line
+
+
+def test_a_run_that_ends_before_its_first_evaluation_leaves_a_free_directory(tmp_path):
+    with kill(runner, "_execute", lambda *_: True):
+        runner.run({**BASE, "batch_size": 4}, tmp_path)
+    assert {"config.json", "plan.json"} <= {p.name for p in tmp_path.iterdir()}
+    assert_same_run(runner.run(BASE, tmp_path), undisturbed(BASE), tmp_path)
 
 
 def test_resumable_settings_may_change(copied):
@@ -65,6 +73,7 @@ PLANS = [{"conv": "auto", "chunk": "x"}, {"conv": "auto", "chunk": 0}, {"conv": 
     "plan", ["[" * 100_000, '{"machine": ' + '{"a":' * 100_000, "[]", "3", "", *PLANS]
 )
 def test_a_damaged_plan_is_ignored(plan, tmp_path):
+    (tmp_path / "clients.csv").touch()
     if isinstance(plan, str):
         (tmp_path / "plan.json").write_text(plan)
     else:
