@@ -44,15 +44,15 @@ ITEMS = {
 }
 
 
-_DRAWN = "lenet-"  # prefix of the workloads in the picture
+_PICTURED = "lenet-"  # prefix of the workloads in the picture
 
 
 def refuse_flags(flag_values: Any) -> None:
     """Raises UsageError for a flag without effect. The items of --device have their own values."""
     if flag_values.device is None:
         refuse_unread(flag_values, ["seconds"], "without --device")
-        names = flag_values["work"].value or [_DRAWN]  # all workloads by default
-        if not flag_values["add"].value and not any(name.startswith(_DRAWN) for name in names):
+        names = flag_values["work"].value or [_PICTURED]  # all workloads by default
+        if not flag_values["add"].value and not any(name.startswith(_PICTURED) for name in names):
             refuse_unread(flag_values, ["picture"], "without a workload lenet-… in --work")
         return
     names = ["work", "repeats", "limit", "torch", "add", "picture", "note"]

@@ -68,14 +68,17 @@ def rounds(name: str, rival: str) -> str:
     record = load(name)
     rows = []
     for item in record["items"].values():
-        own, other = item["who"]["library"], item["who"][rival]
-        low, high = other["range"]
+        library_results, rival_results = item["who"]["library"], item["who"][rival]
+        low, high = rival_results["range"]
         rows.append(
             [
                 f"{item['clients']:,} clients",
-                *(f"{entry['seconds']:.3g}" for entry in (own, other)),
-                f"{other['times_faster']:.2f} x ({low:.2f}-{high:.2f})",
-                *(f"{entry['peak_bytes'] / 2**30:.1f}" for entry in (own, other)),
+                *(f"{entry['seconds']:.3g}" for entry in (library_results, rival_results)),
+                f"{rival_results['times_faster']:.2f} x ({low:.2f}-{high:.2f})",
+                *(
+                    f"{entry['peak_bytes'] / 2**30:.1f}"
+                    for entry in (library_results, rival_results)
+                ),
             ]
         )
     their = rivals.NAMES[rival]

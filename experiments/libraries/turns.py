@@ -213,8 +213,8 @@ def targets(results: Mapping[str, Any], names: Mapping[str, str]) -> Table:
         )
     for item, most in MICROSECONDS.get(backend, ()):
         item_results = results["items"].get(item, {})
-        own = item_results.get("who", {}).get("library")
-        time = None if own is None else 1000 * own["ms_per_client_step"]
+        library_results = item_results.get("who", {}).get("library")
+        time = None if library_results is None else 1000 * library_results["ms_per_client_step"]
         row(
             f"{backend.upper()}, {item}: a client step in {most:g} us",
             "" if time is None else f"{time:.3g} us",
@@ -223,8 +223,8 @@ def targets(results: Mapping[str, Any], names: Mapping[str, str]) -> Table:
         )
     for item, least in SHARES.get(backend, ()):
         item_results = results["items"].get(item, {})
-        own = item_results.get("who", {}).get("library")
-        share = None if own is None else own["share_of_peak"][0]
+        library_results = item_results.get("who", {}).get("library")
+        share = None if library_results is None else library_results["share_of_peak"][0]
         row(
             f"{backend.upper()}, {item}: {100 * least:.0f} % of the peak",
             "" if share is None else f"{100 * share:.0f} %",

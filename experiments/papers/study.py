@@ -176,7 +176,7 @@ def main(
     if argv[1] not in studies:
         raise UsageError(f"there is no study {argv[1]!r}{suggestion(argv[1], studies)}")
     own_options = options[argv[1] if argv[1] in options else ""]
-    flags_of_some = {"clients", "methods"}.union(*(other.flags for other in options.values()))
+    flags_of_some = {"clients", "methods"}.union(*(o.flags for o in options.values()))
     for name in sorted(flags_of_some.difference(own_options.flags)):
         refuse_flag(name, argv[1])
     flags.set_default(ROUNDS, scope(own_options.rounds, own_options.paper_rounds))

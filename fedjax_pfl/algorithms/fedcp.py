@@ -129,10 +129,10 @@ class TwoHeads:
 
     def apply(self, variables: PyTree, x: jax.Array) -> jax.Array:
         """Returns the outputs [B, C] for examples x."""
-        own = {name: tree for name, tree in variables.items() if name != "personal_head"}
-        z = features.WithFeatures(self.network).apply(own, x)[1]
+        model = {name: tree for name, tree in variables.items() if name != "personal_head"}
+        z = features.WithFeatures(self.network).apply(model, x)[1]
         personal = head_layer(self.network, variables["personal_head"])
-        head, policy = head_layer(self.network, own), own["params"]["policy"]
+        head, policy = head_layer(self.network, model), model["params"]["policy"]
         return two_heads(z, policy, head, personal, direction(personal))
 
 

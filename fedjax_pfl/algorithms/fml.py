@@ -94,14 +94,14 @@ def mutual(task: Task, alpha: Any, beta: Any) -> Task:
     """Returns the task of a pair: the sum of both models' losses, for outputs of `Pair`."""
 
     def loss(outputs: Any, y: jax.Array, classes: Any) -> jax.Array:
-        own, shared = outputs
-        own_loss = alpha * task.loss(own, y, classes) + (1 - alpha) * divergence(
-            shared, own, classes
+        personal, shared = outputs
+        personal_loss = alpha * task.loss(personal, y, classes) + (1 - alpha) * divergence(
+            shared, personal, classes
         )
         shared_loss = beta * task.loss(shared, y, classes) + (1 - beta) * divergence(
-            own, shared, classes
+            personal, shared, classes
         )
-        return own_loss + shared_loss
+        return personal_loss + shared_loss
 
     return task._replace(loss=loss)
 

@@ -100,9 +100,9 @@ class Valved:
 
     def apply(self, variables: PyTree, x: jax.Array) -> jax.Array:
         """Returns the outputs [B, C] for examples x."""
-        own = {name: tree for name, tree in variables.items() if name != "condition"}
-        transform = partial(route, own["params"]["valve"], variables["condition"])
-        return features.WithFeatures(self.network, transform).apply(own, x)[0]
+        model = {name: tree for name, tree in variables.items() if name != "condition"}
+        transform = partial(route, model["params"]["valve"], variables["condition"])
+        return features.WithFeatures(self.network, transform).apply(model, x)[0]
 
 
 class Guided(NamedTuple):

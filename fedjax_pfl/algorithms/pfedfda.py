@@ -112,8 +112,8 @@ def fit_gaussians(z: jax.Array, member: jax.Array, shared: jax.Array, ridge: Any
     """
     counts = jnp.sum(member, 0)
     sums = jnp.matmul(member.T, z, precision="highest")
-    own = sums / jnp.maximum(counts, 1.0)[:, None]
-    means = jnp.where(counts[:, None] >= _FEWEST, own, shared)
+    client_means = sums / jnp.maximum(counts, 1.0)[:, None]
+    means = jnp.where(counts[:, None] >= _FEWEST, client_means, shared)
     residuals = jnp.sum(member, 1, keepdims=True) * z - jnp.matmul(
         member, means, precision="highest"
     )
@@ -142,8 +142,8 @@ def select_beta(
 
     def loss(beta: jax.Array) -> jax.Array:
         total = jnp.float32(0)
-        for own, tested in zip(fitted, reversed(folds), strict=True):
-            head = bayes_head(interpolate(beta, own, shared), shares)
+        for gaussians, tested in zip(fitted, reversed(folds), strict=True):
+            head = bayes_head(interpolate(beta, gaussians, shared), shares)
             logits = jnp.matmul(z, head["kernel"], precision="highest") + head["bias"][None]
             entropy = -jnp.sum(tested * jax.nn.log_softmax(logits))
             total += entropy / jnp.maximum(jnp.sum(tested), 1.0)

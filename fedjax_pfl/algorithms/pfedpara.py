@@ -51,8 +51,8 @@ def pfedpara(
     base = partly_shared(net, training, federation, is_personal)
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        plain = model_shapes(model, federation)
-        if start is not None and trees.same_shapes(plain, start.server):
+        network_shapes = model_shapes(model, federation)
+        if start is not None and trees.same_shapes(network_shapes, start.server):
             raise UsageError(
                 "a phase of pfedpara can only start from pfedpara with the same network and gamma: "
                 "kernels cannot be written as its factors"

@@ -60,8 +60,10 @@ def server_view(
       variables: Variables of the network; only paths and shapes matter.
     """
     change = by_path(trees.change(payload, upload))
-    known = by_path(payload).keys() | by_path(variables).keys()
-    sent = {path: change[path] for path in sent_paths(member, payload, upload) if path in known}
+    model_paths = by_path(payload).keys() | by_path(variables).keys()
+    sent = {
+        path: change[path] for path in sent_paths(member, payload, upload) if path in model_paths
+    }
     return ServerView(start=_find(by_path(payload), variables), change=_find(sent, variables))
 
 

@@ -124,16 +124,16 @@ def _method_preset(source: str, method: str) -> ConfigDict | None:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         default = next(iter(inspect.signature(module.get_config).parameters.values())).default
-        words = [word for word in str(preset or default).split("-") if word not in ALGORITHMS]
+        other_words = [word for word in str(preset or default).split("-") if word not in ALGORITHMS]
     except Exception:  # a configuration file is code and can raise anything
         return None
     refusal = UsageError(f"there is no preset of {method}")
-    for left_out in ("", *words):
+    for left_out in ("", *other_words):
         if left_out not in ("", *re.findall(r"[\w.]+", str(refusal).partition("': ")[2])):
             continue  # the refusal does not name this word
-        chosen = [word for word in words if word and word != left_out]
+        kept_words = [word for word in other_words if word and word != left_out]
         try:
-            config = module.get_config("-".join([*chosen, method]))
+            config = module.get_config("-".join([*kept_words, method]))
             return config if config.algorithm == method else None
         except UsageError as error:
             refusal = refusal if left_out else error

@@ -18,7 +18,7 @@ from fedjax_pfl.core.task import Task, classification
 PyTree = Any
 _BLOCK = 32  # clients whose rows are computed at a time
 _LARGE_BLOCK = 128  # clients of a product with the rows of all clients
-_NOBODY = np.iinfo(np.int32).max  # an id out of range
+_NO_CLIENT = np.iinfo(np.int32).max  # an id out of range
 
 
 class State(NamedTuple):
@@ -99,7 +99,7 @@ class Cohort(NamedTuple):
             start, (ids, *block) = self._block(b, step, (self.ids, *inputs))
             is_new = start + jnp.arange(step) >= b * step
             new = jax.vmap(f)(trees.row(all_rows, ids), *block)
-            return trees.put(all_rows, jnp.where(is_new, ids, _NOBODY), new)
+            return trees.put(all_rows, jnp.where(is_new, ids, _NO_CLIENT), new)
 
         if offload.offloaded_leaves(rows):
             new = jax.lax.map(

@@ -63,8 +63,8 @@ def _argument_error(
     unknown = [name for name in keywords if name not in names]
     if unknown and len(parameters) == len(signature.parameters):
         return unknown_argument(owner, unknown[0], names)
-    given = {p.name for p in parameters[: len(arguments)]} | set(keywords)
-    missing = [p.name for p in parameters if p.default is p.empty and p.name not in given]
+    given_names = {p.name for p in parameters[: len(arguments)]} | set(keywords)
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in given_names]
     if not missing:
         return UsageError(f"{owner}: {error}; it takes {', '.join(names)}")
     similar = next((name for name in unknown if nearest(name, missing)), None)

@@ -32,8 +32,8 @@ def prune(program: Jaxpr, is_wanted: Sequence[bool] | None = None) -> tuple[Jaxp
     Returns:
       The program with only the used arguments, and for each original argument whether it is used.
     """
-    wanted = [True] * len(program.outvars) if is_wanted is None else list(is_wanted)
-    pruned, is_used = partial_eval.dce_jaxpr(program, wanted)
+    output_mask = [True] * len(program.outvars) if is_wanted is None else list(is_wanted)
+    pruned, is_used = partial_eval.dce_jaxpr(program, output_mask)
     return pruned, is_used
 
 

@@ -17,7 +17,7 @@ def with_offloaded_shapes(rows: PyTree, names: Sequence[str], cohort_size: int) 
     `names` are fields or keys of the rows. Each leaf has `cohort_size` rows to write.
     """
     no_source: Any = object()  # programs are traced and never run
-    kept, parts = offload.split_parts(rows, names)
+    other_rows, parts = offload.split_parts(rows, names)
     leaves, structure = jax.tree.flatten(parts)
     ids = jax.ShapeDtypeStruct((cohort_size,), jnp.int32)
     offloaded = [
@@ -31,7 +31,7 @@ def with_offloaded_shapes(rows: PyTree, names: Sequence[str], cohort_size: int) 
         )
         for k, x in enumerate(leaves)
     ]
-    return offload.join_parts(kept, jax.tree.unflatten(structure, offloaded))
+    return offload.join_parts(other_rows, jax.tree.unflatten(structure, offloaded))
 
 
 def check_names(method: str, names: Sequence[str], rows: PyTree) -> None:

@@ -61,7 +61,7 @@ def images(
         levels = ["part", *levels]
     if owner and "owner" in levels:
         raise UsageError("images.owner and the level owner of images.folders exclude each other")
-    found = _find_images(name, root, levels)
+    images_by_part = _find_images(name, root, levels)
     parts = {"train": _split(train), "test": [] if test.endswith(".txt") else _split(test)}
     if "part" not in levels:
         parts["train"] = [""]
@@ -73,10 +73,12 @@ def images(
             f"{name}: images.train and images.test name {twice[0]!r} twice, and its images would "
             "be used twice: name it once"
         )
-    sets = {use: [image for p in parts[use] for image in found.get(p, [])] for use in parts}
+    sets = {
+        use: [image for p in parts[use] for image in images_by_part.get(p, [])] for use in parts
+    }
     for use, default in (("train", _TRAIN), ("test", _TEST)):
         for part in parts[use]:
-            if part not in found and (use == "train" or test != default):
+            if part not in images_by_part and (use == "train" or test != default):
                 raise UsageError(f"{name}: images.{use} names {part!r}, which has no images")
     if test.endswith(".txt"):
         sets["train"], sets["test"] = _split_by_lists(name, root, test, sets["train"], levels)
@@ -85,15 +87,15 @@ def images(
         for use, members in sets.items():
             sets[use] = [i._replace(owner=_owner(name, root, i.file, owner_of)) for i in members]
     class_names = _class_names(name, root, levels, sets, [p for ps in parts.values() for p in ps])
-    if wanted := _split(classes):
-        if missing := sorted(set(wanted) - set(class_names)):
+    if chosen_classes := _split(classes):
+        if missing := sorted(set(chosen_classes) - set(class_names)):
             raise UsageError(
                 f"{name}: images.classes names {missing[0]!r}, which is no class; there are "
                 f"{', '.join(class_names[:12])}{', ...' if len(class_names) > 12 else ''}"
             )
-        if len(set(wanted)) < len(wanted):
+        if len(set(chosen_classes)) < len(chosen_classes):
             raise UsageError(f"{name}: images.classes names a class twice; name it once")
-        class_names = sorted(wanted)
+        class_names = sorted(chosen_classes)
     number = {label: i for i, label in enumerate(class_names)}
     has_owners = bool(owner) or "owner" in levels
 
@@ -150,18 +152,18 @@ def _find_images(name: str, root: Path, levels: list[str]) -> dict[str, list[_Im
 
     `levels` names each level of folders below `root`. Raises UsageError if there is no image.
     """
-    found: dict[str, list[_Image]] = {}
+    images_by_part: dict[str, list[_Image]] = {}
     for file in sorted(root.glob("/".join(["*"] * (len(levels) + 1)))):
         if file.suffix.lower() in ENDINGS and _is_visible(file, root):
             part, image = _place(file, root, levels)
-            found.setdefault(part, []).append(image)
-    if not found:
+            images_by_part.setdefault(part, []).append(image)
+    if not images_by_part:
         layout = "/".join([*(level.upper() for level in levels), "FILE"])
         raise UsageError(
             f"{name}: {root} has no images {layout} ({', '.join(ENDINGS)}); move them, or name the "
             "levels of folders in images.folders"
         )
-    return found
+    return images_by_part
 
 
 def _place(file: Path, root: Path, levels: list[str]) -> tuple[str, _Image]:
@@ -171,15 +173,15 @@ def _place(file: Path, root: Path, levels: list[str]) -> tuple[str, _Image]:
 
 
 def _split_by_lists(
-    name: str, root: Path, pattern: str, found: list[_Image], levels: list[str]
+    name: str, root: Path, pattern: str, images: list[_Image], levels: list[str]
 ) -> tuple[list[_Image], list[_Image]]:
     """Moves the images that text files list to the test set. Returns training and test set.
 
     A line begins with the path of an image below `root` or the folder of the text file, or with the
     name of a file in the folder images next to it. Its second word is the class of an image that is
-    not among the `found` ones. Raises UsageError for a list or a listed image that does not exist.
+    not in `images`. Raises UsageError for a list or a listed image that does not exist.
     """
-    by_path = {os.path.abspath(image.file): image for image in found}
+    by_path = {os.path.abspath(image.file): image for image in images}
     test = dict[str, _Image]()
     lists = sorted(root.glob(pattern))
     if not lists:

@@ -77,8 +77,10 @@ def partition(
         )
     check_name("partition", name, PARTITIONS)
     parameters = inspect.signature(partition).parameters.values()
-    own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    check_setting_names(f"partition {name}", settings, [*partition_settings(name), *own])
+    parameter_names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    check_setting_names(
+        f"partition {name}", settings, [*partition_settings(name), *parameter_names]
+    )
     examples, federation = federate(
         dataset,
         name,

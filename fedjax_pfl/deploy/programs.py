@@ -226,8 +226,8 @@ def _send_all(method: Method, g: int, state: State, ids: jax.Array, t: jax.Array
     def payload(_: Any, item: tuple[jax.Array, PyTree]) -> PyTree:
         return item[1]
 
-    everyone = jnp.ones(len(ids), bool)
-    return map_clients(payload, (), ids, everyone, 1, None, send, (state, t))
+    all_present = jnp.ones(len(ids), bool)
+    return map_clients(payload, (), ids, all_present, 1, None, send, (state, t))
 
 
 def _context(method: Method, stage: int, i: Any, t: Any, data: Any = None) -> ClientContext:

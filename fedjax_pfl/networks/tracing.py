@@ -119,9 +119,9 @@ def flattened_channels(
     def operation(eqn: Any, operands: Sequence[_Origin]) -> list[_Origin]:
         results = [_result_origin(eqn, operands, out.aval.shape, dense) for out in eqn.outvars]
         layers = _NO_LABELS.union(*(operand.layers for operand in operands))
-        whole = shapes & {(layer, v.aval.shape) for layer in layers for v in eqn.invars}
-        if whole and eqn.primitive.name == "dot_general" and results[0].is_input:
-            layer, shape = min(whole)
+        unsplit_kernels = shapes & {(layer, v.aval.shape) for layer in layers for v in eqn.invars}
+        if unsplit_kernels and eqn.primitive.name == "dot_general" and results[0].is_input:
+            layer, shape = min(unsplit_kernels)
             kind = f"a product with a kernel of {len(shape)} axes, and no convolution"
             raise UsageError(f"{layer} is {kind}; {KNOWN_LAYERS}")
         reordered_by = next((r.reordered_by for r in results if r.reordered_by), "")
@@ -226,10 +226,10 @@ def _axes(eqn: Any, operands: Sequence[_Origin], after: tuple[int, ...]) -> str:
     name, axes, shapes = eqn.primitive.name, operands[0].axes, [v.aval.shape for v in eqn.invars]
     before = shapes[0]
     if name == "transpose":
-        permutation, others = eqn.params["permutation"], range(1, len(after))
-        if axes == _LAST and permutation == (0, len(after) - 1, *others[:-1]):
+        permutation, later_axes = eqn.params["permutation"], range(1, len(after))
+        if axes == _LAST and permutation == (0, len(after) - 1, *later_axes[:-1]):
             return _FIRST
-        return _LAST if axes == _FIRST and permutation == (0, *others[1:], 1) else axes
+        return _LAST if axes == _FIRST and permutation == (0, *later_axes[1:], 1) else axes
     is_folded = name == "reshape" and before[-1:] == after[-1:] and before[:1] != after[:1]
     if len(after) <= 2 < len(before) and not is_folded and axes != _SPLIT:
         return _SAME
@@ -277,8 +277,8 @@ def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
 
 def _is_elementwise(name: str) -> bool:
     """Returns True if the result of an operation has the order of its operands."""
-    others = _KEEPING_LAST_AXIS | _NOT_ELEMENTWISE
-    return name not in others and not name.startswith(_NOT_ELEMENTWISE_PREFIXES)
+    reordering = _KEEPING_LAST_AXIS | _NOT_ELEMENTWISE
+    return name not in reordering and not name.startswith(_NOT_ELEMENTWISE_PREFIXES)
 
 
 def _reduces_last_axis(eqn: Any) -> bool:

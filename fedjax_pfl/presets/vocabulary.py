@@ -70,15 +70,17 @@ def apply_words(config: ConfigDict, preset: str, own_words: Words) -> ConfigDict
     config.dataset = ["digits", *(word for word in preset_words if word in DATASETS)][-1]
     config.update(DATASETS[config.dataset])
     deciding: dict[str, tuple[str, Any]] = {}  # by setting: the first word that changes it, value
-    named = {
+    setting_of_word = {
         **dict.fromkeys(configuration.ALGORITHMS, "algorithm"),
         **dict.fromkeys(DATASETS, "dataset"),
     }
     for word in preset_words:
-        matches: list[Mapping[str, Any]] = [{named[word]: word}] if word in named else []
+        matches: list[Mapping[str, Any]] = (
+            [{setting_of_word[word]: word}] if word in setting_of_word else []
+        )
         matches += [changes(m) for p, changes in patterns.items() if (m := re.fullmatch(p, word))]
         if not matches:
-            names = [*named, *_examples(patterns, word)]
+            names = [*setting_of_word, *_examples(patterns, word)]
             template = "-".join("{}" if w == word else w for w in preset_words)
             hint = configuration.suggestion(word, names, template)
             raise UsageError(f"there is no preset {preset!r}: {word!r} is no word of one{hint}")

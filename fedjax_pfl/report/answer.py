@@ -59,7 +59,9 @@ def section(run: Run, reference_runs: Mapping[str, Run], picture: Picture | None
                 "network to compare with. The setting reference=true runs both."
             )
     if reference_runs:
-        lines = [references.sentence(run, name, other) for name, other in reference_runs.items()]
+        lines = [
+            references.sentence(run, name, reference) for name, reference in reference_runs.items()
+        ]
         items = "\n".join(f"<p>{html.escape(line)}</p>" for line in lines)
         details = (
             f"<details>\n<summary>Each reference run, before and after local training</summary>\n"
@@ -88,14 +90,14 @@ def draw(run: Run, reference_runs: Mapping[str, Run]) -> Picture | None:
         title, compared = "Gain of each client by local training", "after and before local training"
     else:
         pairs = {
-            other["client"]: (rows[other["client"]], column, other)
-            for other in reference_runs[best].clients
-            if other["client"] in rows
+            reference["client"]: (rows[reference["client"]], column, reference)
+            for reference in reference_runs[best].clients
+            if reference["client"] in rows
         }
         title, compared = f"Gain of each client over {best}", f"between this run and {best}"
     gains = {
-        i: direction(metric) * (number(row.get(name)) - number(other.get(column)))
-        for i, (row, name, other) in pairs.items()
+        i: direction(metric) * (number(row.get(name)) - number(reference.get(column)))
+        for i, (row, name, reference) in pairs.items()
     }
     ids = sorted((i for i, gain in gains.items() if gain == gain), key=gains.__getitem__)
     if not ids:
@@ -127,9 +129,9 @@ def _draw_gains(axes: Any, values: np.ndarray, names: Sequence[str], metric: Met
             axes.vlines(x[mask], 0, values[mask], color=_COLOURS[kind], linewidth=2)
             axes.plot(x[mask], values[mask], _MARKERS[kind], color=_COLOURS[kind], label=kind)
         elif kind != "equal":
-            drawn = np.linspace(0, len(values) - 1, min(len(values), client_figures.MAX_POINTS))
-            heights = np.interp(drawn, x, np.where(mask, values, 0))
-            axes.fill_between(drawn, heights, color=_COLOURS[kind], label=kind, linewidth=0)
+            positions = np.linspace(0, len(values) - 1, min(len(values), client_figures.MAX_POINTS))
+            heights = np.interp(positions, x, np.where(mask, values, 0))
+            axes.fill_between(positions, heights, color=_COLOURS[kind], label=kind, linewidth=0)
     axes.axhline(0, color=drawing.INK, linewidth=1)
     if len(values) <= _MAX_NAMED:
         rotation = 90 if sum(map(len, names)) > client_figures.MAX_AXIS_CHARACTERS else 0
@@ -156,8 +158,8 @@ def _best(run: Run, reference_runs: Mapping[str, Run]) -> str | None:
     """Returns the label of the run with the best last score before local training, or None."""
     metric = metric_of(run.metrics)
     scores = {
-        name: mean_score(other.metrics[-1], metric, "before")
-        for name, other in reference_runs.items()
+        name: mean_score(reference.metrics[-1], metric, "before")
+        for name, reference in reference_runs.items()
     }
     finite = [name for name, score in scores.items() if score == score]
     return max(finite, key=lambda name: direction(metric) * scores[name], default=None)

@@ -107,15 +107,15 @@ def scalars(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
 
 def parameters(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | float | str]:
     """Returns the settings that are not unset by name, such as mlp.hidden; lists become JSON."""
-    named: dict[str, bool | float | str] = {}
+    settings_by_name: dict[str, bool | float | str] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
-            named |= parameters(value, f"{prefix}{key}.")
+            settings_by_name |= parameters(value, f"{prefix}{key}.")
         elif isinstance(value, bool | int | float | str):
-            named[prefix + key] = value
+            settings_by_name[prefix + key] = value
         elif value is not None:
-            named[prefix + key] = json.dumps(value)
-    return named
+            settings_by_name[prefix + key] = json.dumps(value)
+    return settings_by_name
 
 
 def _logger(

@@ -183,11 +183,11 @@ def _candidates(directory: Path) -> Iterator[Path]:
 
 def different_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """Returns dotted names of settings that both have with different values, except the method."""
-    other = dict(flatten(second))
+    second_settings = dict(flatten(second))
     return [
         key
         for key, value in flatten(first)
-        if key not in ("algorithm", "phases") and other.get(key, value) != value
+        if key not in ("algorithm", "phases") and second_settings.get(key, value) != value
     ]
 
 
@@ -203,9 +203,9 @@ def sentence(run: Run, name: str, reference: Run) -> str:
 def comparable(run: Run, reference_runs: Mapping[str, Run]) -> dict[str, Run]:
     """Returns the runs of `reference_runs`, by label, that differ from a run only in the method."""
     return {
-        name: other
-        for name, other in reference_runs.items()
-        if not training_differences(run, other)
+        name: reference
+        for name, reference in reference_runs.items()
+        if not training_differences(run, reference)
     }
 
 

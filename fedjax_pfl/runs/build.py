@@ -143,9 +143,9 @@ def build(
 
 def _statements(phases: Sequence[Phase]) -> tuple[transforms.Statement, ...]:
     """Returns the run's statements about its transforms. They are for runs with one phase."""
-    first, *others = phases
+    first, *later_phases = phases
     stated = transforms.statements(first.config.get, first.federation)
-    if stated and others:
+    if stated and later_phases:
         raise UsageError("differential privacy is for runs without phases; leave phases out")
     return tuple(stated)
 

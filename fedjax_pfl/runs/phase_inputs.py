@@ -114,8 +114,8 @@ class PhaseInputs:
         if count is None or count >= self.federation.clients:
             return None
         rng = np.random.default_rng([config.partition_seed, 0xE7A1])
-        chosen = rng.choice(active, min(count, len(active)), replace=False)
-        return np.sort(chosen).astype(np.int32)
+        sampled_clients = rng.choice(active, min(count, len(active)), replace=False)
+        return np.sort(sampled_clients).astype(np.int32)
 
     @property
     def count_confusion(self) -> bool:

@@ -95,7 +95,7 @@ def missing_runs(
     from fedjax_pfl.report import method_labels, references
 
     existing = set(references.comparable(run, references.find(run)))
-    existing |= {method_labels.title(named.config) for named in named_runs(run).values()}
+    existing |= {method_labels.title(named_run.config) for named_run in named_runs(run).values()}
     trained = method_labels.methods(run.config)
     return {
         run.directory / references.FOLDER / method: _reference(settings, method, registry)

@@ -126,10 +126,12 @@ def shared_facts(config: ConfigDict, partitions: Sequence[PartitionedData]) -> F
     Raises SeparateRunsError if one program cannot train on all partitions: it is compiled for the
     number of examples of each client. `config` has the settings of a run.
     """
-    first, *others = partitions
-    if any(_compiled_facts(first) != _compiled_facts(other) for other in others):
+    first, *other_partitions = partitions
+    if any(_compiled_facts(first) != _compiled_facts(other) for other in other_partitions):
         raise _separate("clients have other numbers of examples in another partition")
-    if config.augment and any(_normalisation(first) != _normalisation(other) for other in others):
+    if config.augment and any(
+        _normalisation(first) != _normalisation(other) for other in other_partitions
+    ):
         raise _separate("augment is for equally normalised images in all partitions")
     counts: list[Any] = [partition.federation.class_counts for partition in partitions]
     if all(np.array_equal(counts[0], other) for other in counts[1:]):

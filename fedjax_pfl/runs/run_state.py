@@ -107,12 +107,12 @@ def append_evaluation(
         if array.dtype.kind == "V":  # bfloat16, which no .npz file can hold
             array = array.astype(np.float32)
         earlier = zip(*sweep_run.observations.get(name, ([], [])), strict=True)
-        kept = [
+        comparable = [
             (r, saved)
             for r, saved in earlier
             if methods.get(r) == methods.get(line["round"]) and saved.shape == array.shape
         ]
-        rounds, arrays = [r for r, _ in kept], [saved for _, saved in kept]
+        rounds, arrays = [r for r, _ in comparable], [saved for _, saved in comparable]
         sweep_run.observations[name] = [*rounds, line["round"]], [*arrays, array]
     if sweep_run.directory:
         with sweep_run.writing():

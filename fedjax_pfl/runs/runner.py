@@ -118,9 +118,9 @@ def run_all(
       Results by name of the run, such as "learning_rate=0.1,seed=3", which is also the name of its
       directory in `workdir`; a single run has the name "".
     """
-    known = custom.UserComponents.__annotations__
-    if unknown := [name for name in components if name not in known]:
-        raise unknown_argument("run", unknown[0], known)
+    component_names = custom.UserComponents.__annotations__
+    if unknown := [name for name in components if name not in component_names]:
+        raise unknown_argument("run", unknown[0], component_names)
     settings_dict = config.to_dict() if isinstance(config, ConfigDict) else config
     registry, settings_dict = custom.register(settings_dict, **components)
     settings = configuration.complete(settings_dict, registry)

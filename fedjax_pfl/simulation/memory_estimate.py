@@ -29,12 +29,12 @@ def peak_bytes(f: Callable[..., Any], *arguments: Any) -> int:
       f: The function; it is traced and not computed.
       *arguments: Trees of arrays or shapes.
     """
-    whole = jax.make_jaxpr(f)(*arguments).jaxpr
-    is_freed = [True] * len(whole.invars)
-    if len(whole.eqns) == 1:
-        is_freed = whole.eqns[0].params.get("donated_invars", is_freed)
-    jaxpr, is_used = jaxprs.prune(whole)
-    unused = [v for v, used in zip(whole.invars, is_used, strict=True) if not used]
+    unpruned = jax.make_jaxpr(f)(*arguments).jaxpr
+    is_freed = [True] * len(unpruned.invars)
+    if len(unpruned.eqns) == 1:
+        is_freed = unpruned.eqns[0].params.get("donated_invars", is_freed)
+    jaxpr, is_used = jaxprs.prune(unpruned)
+    unused = [v for v, used in zip(unpruned.invars, is_used, strict=True) if not used]
     freed = [freed for freed, used in zip(is_freed, is_used, strict=True) if used]
     return sum(_bytes(v.aval) for v in unused) + _peak(jaxpr, freed)
 

@@ -128,15 +128,15 @@ def _to_arrays(tree: Any) -> Any:
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
     """Returns the arrays of a tree by path and dtype, such as ".server['bias'] (float32)"."""
-    named = {}
+    leaves_by_path = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         place = jax.tree_util.keystr(path)
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise UsageError(
                 f"{place} is a random key, which no file can hold; save jax.random.key_data of it"
             )
-        named[f"{place} ({np.asarray(leaf).dtype.name})"] = leaf
-    return named
+        leaves_by_path[f"{place} ({np.asarray(leaf).dtype.name})"] = leaf
+    return leaves_by_path
 
 
 def _as_bytes(array: np.ndarray) -> np.ndarray:

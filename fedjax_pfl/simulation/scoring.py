@@ -25,24 +25,28 @@ def evaluate_clients(
     Sums over groups, because a client has scores in its own group only. `state.clients` is a tuple
     with the client-side state [N, ...] of each group.
     """
-    n, chosen = spec.federation.clients, spec.evaluated_ids
-    ids = jnp.arange(n, dtype=jnp.int32) if chosen is None else jnp.asarray(chosen, jnp.int32)
+    n, evaluated_ids = spec.federation.clients, spec.evaluated_ids
+    ids = (
+        jnp.arange(n, dtype=jnp.int32)
+        if evaluated_ids is None
+        else jnp.asarray(evaluated_ids, jnp.int32)
+    )
 
     def score_group(g: int) -> Evaluation:
         in_group, clients = jnp.asarray(spec.membership[g]), state.clients[g]
-        in_group = in_group if chosen is None else in_group[ids]
+        in_group = in_group if evaluated_ids is None else in_group[ids]
         if spec.is_spread:
             return _score_spread(
                 spec, g, SharedInputs(key=key, state=state, data=data, t=t), ids, in_group
             )
-        clients = clients if chosen is None else trees.row(clients, ids)
+        clients = clients if evaluated_ids is None else trees.row(clients, ids)
         batch = CohortBatch(slots=Slots(ids, in_group), places=ids, data=data, clients=clients)
         return score_cohort(spec, g, key, state._replace(clients=()), batch, t)
 
-    total, *others = map(score_group, range(len(spec.members)))
-    for scores in others:
+    total, *other_groups = map(score_group, range(len(spec.members)))
+    for scores in other_groups:
         total = jax.tree.map(jnp.add, total, scores)
-    if chosen is None:
+    if evaluated_ids is None:
         return total
     return jax.tree.map(lambda a: jnp.zeros((n, *a.shape[1:]), a.dtype).at[ids].set(a), total)
 

@@ -154,11 +154,11 @@ def compression(
             share = share(payload, client.method, ctx) if callable(share) else share
             for i, (path, leaf) in enumerate(paths):
                 if not _is_exact(leaf):
-                    kept = _of_layer(share, path)
-                    adds_up = has_errors(member) and _adds_up(path) and not _is_one(kept)
+                    layer_share = _of_layer(share, path)
+                    adds_up = has_errors(member) and _adds_up(path) and not _is_one(layer_share)
                     change = leaf - old[i]
                     if adds_up:
-                        change += jnp.asarray(1 - kept, leaf.dtype) * lost[i]
+                        change += jnp.asarray(1 - layer_share, leaf.dtype) * lost[i]
                     sent = encode(change, jax.random.fold_in(key, i), bits, top_k)
                     sent = jnp.maximum(sent, -old[i]) if is_variance(path) else sent
                     is_sent = jnp.asarray(up.get(trees.layer_name(path), 1)) > 0

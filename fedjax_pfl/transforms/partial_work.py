@@ -31,9 +31,9 @@ def check_partial(
             "late=partial needs the mean of the uploads; leave robust_rule and robust_mixing out"
         )
     defaults = {name: setting.default_value for name, setting in transforms.SETTINGS.items()}
-    plain = make_algorithm(defaults)
-    check_single_model("late=partial", plain, data)
-    if reason := _partial_reason(plain, data):
+    algorithm = make_algorithm(defaults)
+    check_single_model("late=partial", algorithm, data)
+    if reason := _partial_reason(algorithm, data):
         raise UsageError(f"late=partial is not possible here: {reason}; use late=missing")
 
 

@@ -115,8 +115,8 @@ def _trimmed(uploads: Uploads, f: jax.Array) -> Aggregate:
     x, arrived, m = uploads.x, uploads.arrived[:, None], jnp.sum(uploads.arrived)
     ordered = jnp.sort(jnp.where(arrived, x, jnp.inf), 0)
     ranks = jnp.arange(len(x))[:, None]
-    inside = (ranks >= f) & (ranks < m - f)
-    value = jnp.sum(jnp.where(inside, ordered, 0.0), 0) / (m - 2 * f).astype(jnp.float32)
+    is_counted = (ranks >= f) & (ranks < m - f)
+    value = jnp.sum(jnp.where(is_counted, ordered, 0.0), 0) / (m - 2 * f).astype(jnp.float32)
     low, high = ordered[f][None], ordered[m - f - 1][None]
     trust = jnp.mean(arrived & (x >= low) & (x <= high), 1)
     # Rounding must not move the mean of equal values.
@@ -145,10 +145,10 @@ def _krum_selection(uploads: Uploads, count: Any) -> jax.Array:
     """Returns float32 [K]: 1 for the `count` uploads with the smallest sums of Krum, else 0."""
     m = jnp.sum(uploads.arrived)
     itself = jnp.eye(len(uploads.x), dtype=bool)
-    others = jnp.where(itself, jnp.inf, _squared_distances(uploads))
+    distances = jnp.where(itself, jnp.inf, _squared_distances(uploads))
     is_other = uploads.arrived[None] & ~itself
-    nearest = _smallest(others, jnp.maximum(m - uploads.f - 2, 1)) & is_other
-    sums = jnp.minimum(jnp.sum(jnp.where(nearest, others, 0.0), -1), _LARGEST)
+    nearest = _smallest(distances, jnp.maximum(m - uploads.f - 2, 1)) & is_other
+    sums = jnp.minimum(jnp.sum(jnp.where(nearest, distances, 0.0), -1), _LARGEST)
     return _smallest(jnp.where(uploads.arrived, sums, jnp.inf), count).astype(jnp.float32)
 
 
