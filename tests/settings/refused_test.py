@@ -167,7 +167,7 @@ def test_invalid_settings_are_refused(changes, fragments):
         ({**LOCAL, "phases": [{}, {}]}, ["privacy is for runs without phases"]),
         ({**LOCAL, "algorithm": "fedmn"}, ["local privacy is not possible here: uploads have"]),
         ({**BANDS, "sampling": "random"}, ["privacy_bands is 3", "set sampling=cyclic"]),
-        ({**BANDS, "privacy_bands": 4}, ["1 of 3 clients in turn", "choose at most 3"]),
+        ({**BANDS, "privacy_bands": 4}, ["1 of 3 clients a round", "at most 3"]),
         ({**BANDS, "privacy_quantile": 0.5}, ["privacy_quantile changes the norm", "leave one"]),
         ({**BANDS, "attack": "min_max"}, ["attack=min_max copies", "choose another attack"]),
         ({**RANDOM, "algorithm": "fedper"}, ["without state on clients", "set sampling=cyclic"]),

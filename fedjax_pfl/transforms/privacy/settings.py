@@ -149,8 +149,8 @@ def _check_bands(sampling: Sampling) -> None:
     separation = sampling.population // sampling.sampled
     if sampling.bands > separation:
         raise UsageError(
-            f"privacy_bands is {sampling.bands}, and {sampling.sampled} of {sampling.population} "
-            f"clients in turn take part every {separation} rounds; choose at most {separation}, or "
+            f"privacy_bands is {sampling.bands}, and with {sampling.sampled} of "
+            f"{sampling.population} clients a round it is at most {separation}; choose that, or "
             "lower clients_per_round"
         )
 
