@@ -82,6 +82,14 @@ def test_a_damaged_plan_is_ignored(plan, tmp_path):
     assert run_directory.read_plans(tmp_path) is None
 
 
+def test_the_plan_of_a_run_without_results_is_ignored(tmp_path):
+    plan = execution_plan.Plan(conv="rows", chunk=2)
+    run_directory.write_plans(tmp_path, [plan])
+    assert run_directory.read_plans(tmp_path) is None
+    (tmp_path / "clients.csv").touch()
+    assert run_directory.read_plans(tmp_path) == [plan]
+
+
 def fail(error):
     raise error
 
