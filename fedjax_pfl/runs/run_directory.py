@@ -137,7 +137,7 @@ def _write_or_check_config(
     """Writes config.json, or raises UsageError if the existing one is of a run with other results.
 
     Arguments are as for `claim`. The config.json of a shorter run stays; see `lengthen`. A run
-    that has computed nothing yet makes way for any other.
+    without results makes way for any other.
     """
     config_file = directory / "config.json"
     if config_file.exists():
