@@ -17,7 +17,7 @@ PROFILED = ("lenet-10", "lenet-100", "mlp", "resnet9", "pfedhn", "simulation")  
 # Events that only contain others, on CPU threads.
 _CONTAINERS = ("ThunkExecutor", "while", "cond", "call", "Rendezvous", "end: ")
 _LONGEST = 20  # kernels that are listed by name; the rest is summed
-PRODUCTS, REST = "matrix products", "rest: downloads, uploads, average, copies of XLA"
+PRODUCTS, OTHER_WORK = "matrix products", "rest: downloads, uploads, average, copies of XLA"
 # Parts of the work by pattern of the scope in which an instruction was traced; the first match.
 _PARTS = {
     r"/batch/": "batches: gather, normalise",
@@ -72,7 +72,7 @@ def parts_of_program(program: str) -> dict[str, str]:
             return PRODUCTS
         scope = re.search(r'op_name="([^"]*)"', line)
         matches = (name for key, name in _PARTS.items() if scope and re.search(key, scope[1]))
-        return next(matches, REST)
+        return next(matches, OTHER_WORK)
 
     return {name: part(*described) for name, described in lines.items()}
 
@@ -81,7 +81,7 @@ def by_part(events: Iterable[tuple[str, float]], parts: Mapping[str, str]) -> di
     """Returns the seconds of each part of the work, most first. `events` have nanoseconds."""
     total: dict[str, float] = defaultdict(float)
     for name, nanoseconds in events:
-        total[parts.get(name, REST)] += nanoseconds / 1e9
+        total[parts.get(name, OTHER_WORK)] += nanoseconds / 1e9
     return dict(sorted(total.items(), key=lambda item: -item[1]))
 
 

@@ -119,9 +119,9 @@ def flattened_channels(
     def operation(eqn: Any, operands: Sequence[_Origin]) -> list[_Origin]:
         results = [_result_origin(eqn, operands, out.aval.shape, dense) for out in eqn.outvars]
         layers = _NO_LABELS.union(*(operand.layers for operand in operands))
-        unsplit_kernels = shapes & {(layer, v.aval.shape) for layer in layers for v in eqn.invars}
-        if unsplit_kernels and eqn.primitive.name == "dot_general" and results[0].is_input:
-            layer, shape = min(unsplit_kernels)
+        whole_kernels = shapes & {(layer, v.aval.shape) for layer in layers for v in eqn.invars}
+        if whole_kernels and eqn.primitive.name == "dot_general" and results[0].is_input:
+            layer, shape = min(whole_kernels)
             kind = f"a product with a kernel of {len(shape)} axes, and no convolution"
             raise UsageError(f"{layer} is {kind}; {KNOWN_LAYERS}")
         reordered_by = next((r.reordered_by for r in results if r.reordered_by), "")
@@ -277,8 +277,8 @@ def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
 
 def _is_elementwise(name: str) -> bool:
     """Returns True if the result of an operation has the order of its operands."""
-    reordering = _KEEPING_LAST_AXIS | _NOT_ELEMENTWISE
-    return name not in reordering and not name.startswith(_NOT_ELEMENTWISE_PREFIXES)
+    not_elementwise = _KEEPING_LAST_AXIS | _NOT_ELEMENTWISE
+    return name not in not_elementwise and not name.startswith(_NOT_ELEMENTWISE_PREFIXES)
 
 
 def _reduces_last_axis(eqn: Any) -> bool:

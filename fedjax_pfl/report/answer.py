@@ -90,14 +90,14 @@ def draw(run: Run, reference_runs: Mapping[str, Run]) -> Picture | None:
         title, compared = "Gain of each client by local training", "after and before local training"
     else:
         pairs = {
-            reference["client"]: (rows[reference["client"]], column, reference)
-            for reference in reference_runs[best].clients
-            if reference["client"] in rows
+            reference_row["client"]: (rows[reference_row["client"]], column, reference_row)
+            for reference_row in reference_runs[best].clients
+            if reference_row["client"] in rows
         }
         title, compared = f"Gain of each client over {best}", f"between this run and {best}"
     gains = {
-        i: direction(metric) * (number(row.get(name)) - number(reference.get(column)))
-        for i, (row, name, reference) in pairs.items()
+        i: direction(metric) * (number(row.get(name)) - number(reference_row.get(column)))
+        for i, (row, name, reference_row) in pairs.items()
     }
     ids = sorted((i for i, gain in gains.items() if gain == gain), key=gains.__getitem__)
     if not ids:

@@ -58,7 +58,7 @@ def test_time_is_summed_by_part_of_the_work():
     }
     events = [("dot.4", 1e9), ("copy.9", 4e9), ("ynn_fusion", 1e9), ("unknown", 2e9)]
     seconds = kernels.by_part(events, parts)
-    assert seconds == {kernels.REST: 6.0, kernels.PRODUCTS: 2.0}
+    assert seconds == {kernels.OTHER_WORK: 6.0, kernels.PRODUCTS: 2.0}
     profile = {**kernels.summary(events, seconds=10.0), "parts": seconds, "client_steps": 1000}
     rows = kernels.table({"mlp": profile}).rows
     assert rows[1] == ["mlp: matrix products", "2e+03", "25.0 %"]
